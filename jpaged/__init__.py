@@ -1,0 +1,1 @@
+"""jpaged: PagedAttention as a functional JAX program."""

@@ -1,0 +1,1 @@
+"""Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""

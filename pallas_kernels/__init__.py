@@ -1,0 +1,1 @@
+"""Paged attention kernels: arrays in, arrays out."""

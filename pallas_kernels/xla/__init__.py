@@ -1,0 +1,1 @@
+"""XLA paths of the paged attention functions."""
