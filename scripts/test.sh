@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Installs the test extra into .venv, then checks style and types and runs the tests; and, where a newer
+# Python is installed, runs the tests marked 'smoke' there too, on the newest JAX it can have.
+#
+# usage: bash scripts/test.sh [--fast] [pytest arguments]
+#   --fast             only the smoke tests, and no second environment
+#   -k WORD, FILE, ... anything else goes to pytest; naming tests this way leaves out the second environment
+set -euo pipefail
+
+fast=false
+arguments=()
+for argument in "$@"; do
+    case $argument in
+    -h | --help)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    --fast) fast=true ;;
+    *) arguments+=("$argument") ;;
+    esac
+done
+
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/venv.sh
+source scripts/venv.sh
+
+heading() { printf '\n== %s\n' "$*"; }
+describe() { "$1" -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")'; }
+
+python=$(need_python)
+make_env .venv '.[test]' "$python"
+
+heading "style"
+.venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check .
+heading "types"
+bash scripts/check_types.sh .venv/bin/python
+
+if $fast; then
+    heading "smoke tests: $(describe .venv/bin/python)"
+    exec .venv/bin/python -m pytest -m smoke ${arguments[@]+"${arguments[@]}"}
+fi
+
+# The newer environment goes first, so that the last line printed is the summary of the whole suite.
+if ((${#arguments[@]} == 0)); then
+    if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+        heading "smoke tests on the newest JAX: left out, .venv has it already"
+    elif newer=$(find_python 12 python3.14 python3.13 python3.12 \
+        ~/.pyenv/versions/3.1[2-9].*/bin/python); then
+        make_env .venv-new '.[test]' "$newer"
+        heading "smoke tests on the newest JAX: $(describe .venv-new/bin/python)"
+        .venv-new/bin/python -m pytest -m smoke
+    else
+        heading "smoke tests on the newest JAX: left out, no Python 3.12 or newer was found"
+    fi
+fi
+
+heading "tests: $(describe .venv/bin/python)"
+exec .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"}

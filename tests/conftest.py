@@ -1,0 +1,46 @@
+"""What all tests share: the smoke mark, where the assets are, and a fresh compilation cache for each run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fetch_demo_model import cached_demo_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Marked 'smoke' as a whole: the core of each package, quick to run. scripts/test.sh runs these on the newest
+# JAX too.
+SMOKE_FILES = (
+    "test_packaging.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").as_posix() in SMOKE_FILES:
+            item.add_marker(pytest.mark.smoke)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of assets laid beside the repository: models, traces, benchmark workloads."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the assets folder {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    path = cached_demo_model()
+    if path is None:
+        pytest.skip("needs the demo model: python scripts/fetch_demo_model.py")
+    return path
