@@ -24,7 +24,7 @@ find_python() {
 # pyproject.toml has not changed since. Run it in the root of the repository.
 make_env() {
     local folder=$1 requirement=$2 python=$3 started=$SECONDS
-    local stamp="$folder/jpaged-installed" state
+    local stamp="$folder/jpaged-installed" state output
     if ! "$folder/bin/python" -m pip --version </dev/null >/dev/null 2>&1; then
         echo "Making a virtual environment in $folder with $("$python" --version) ..."
         "$python" -m venv --clear "$folder"
@@ -35,9 +35,10 @@ make_env() {
         return 0
     fi
     echo "Installing jpaged and what it needs into $folder (a minute or two the first time) ..."
-    if ! "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
-        --editable "$requirement" </dev/null; then
-        echo "error: the installation failed; what pip said is above. Is this machine online?" >&2
+    if ! output=$("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        --editable "$requirement" </dev/null 2>&1); then
+        printf '%s\n' "$output" "error: the installation failed; pip's own words are above." \
+            "Is this machine online?" >&2
         return 1
     fi
     # Whatever extra was installed, the plain package now is as well.

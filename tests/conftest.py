@@ -11,9 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Marked 'smoke' as a whole: the core of each package, quick to run. scripts/test.sh runs these on the newest
 # JAX too.
-SMOKE_FILES = (
-    "test_packaging.py",
-)
+SMOKE_FILES = ("test_packaging.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

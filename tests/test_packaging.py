@@ -1,0 +1,84 @@
+"""The wheel: complete, and at home in an empty folder or beside a user's own folder called models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+FOLDER_OF = {"jpaged": "jpaged", "pallas_kernels": "pallas_kernels", "jpaged_models": "models"}
+
+
+def run(command: list[str], **options) -> str:
+    """Runs the command and returns what it printed; fails the test, with that, if it fails."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy: a build folder in the tree could leak old files into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    for folder in FOLDER_OF.values():
+        shutil.copytree(root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
+    run([sys.executable, *build, str(source)])
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed in it, to be put on PYTHONPATH before this environment's packages."""
+    folder = tmp_path_factory.mktemp("site")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    run([sys.executable, *install, str(wheel)])
+    return folder
+
+
+def python(site: Path, folder: Path, code: str) -> str:
+    """Runs code in the folder, with the installed wheel, and with a cache folder of its own."""
+    environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(folder / ".cache")}
+    return run([sys.executable, "-c", code], cwd=folder, env=environment)
+
+
+def test_wheel_holds_every_module_and_nothing_else(root: Path, wheel: Path) -> None:
+    wanted = {
+        f"{package}/{path.relative_to(root / folder).as_posix()}"
+        for package, folder in FOLDER_OF.items()
+        for path in (root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    held = {name for name in names if ".dist-info/" not in name}
+    assert held == wanted
+    assert {f"{package}/py.typed" for package in FOLDER_OF} <= held
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+PRINT_FOLDERS = """
+import pathlib, jpaged, jpaged_models, pallas_kernels
+for module in (jpaged, jpaged_models, pallas_kernels):
+    print(pathlib.Path(module.__file__).parent)
+"""
+
+
+def test_imports_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+    folders = python(site, tmp_path, PRINT_FOLDERS).split()
+    assert folders == [str(site / name) for name in ("jpaged", "jpaged_models", "pallas_kernels")]
+
+
+def test_imports_beside_a_users_own_models_folder(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("mine = True\n")
+    printed = python(site, tmp_path, "import models\nassert models.mine" + PRINT_FOLDERS).split()
+    assert printed[1] == str(site / "jpaged_models")
