@@ -1,0 +1,377 @@
+"""Block allocator and block tables: a few small arrays, changed only inside jit, a whole batch at a time.
+
+The KV cache is cut into `N` blocks of `block_size` tokens. Two pytrees say who owns what:
+
+    BlockPool     free      i32[N]     a stack: free[:num_free] are the free ids, free[num_free - 1] on top
+                  num_free  i32[]
+                  refcount  i32[N]     owners of each block: table rows and the prefix cache's holds
+    BlockTables   blocks    i32[S, M]  row s owns blocks[s, :blocks_needed(length[s])]; those past them are 0
+                  length    i32[S]     tokens of row s
+
+Block 0 is the null block: padding is written there and nothing reads it. Never free, never referenced.
+
+Every operation is pure and all-or-nothing. Where it cannot be done in full (not enough free blocks, a row
+past `M`, an invalid request) it returns `ok = False` and the state bit for bit as it was: a request is judged
+first, on S-sized arrays, and a refused one is turned into one that asks for nothing.
+
+Cost. XLA runs a scatter serially on CPU and TPU, a few nanoseconds an index, so nothing scatters all S * M
+entries. An operation that touches whole rows walks over *tiles* of the rows really asked for, with a traced
+trip count (`_over_tiles`): none asked for, none walked. Tiles also put "the same block in two rows" in order:
+counts go down one tile after the other, and the tile that brings a block to zero frees it.
+
+Negative indices wrap around in JAX even with `mode="drop"`, so ids that come from outside are range-checked
+before they index anything, and entries to be left out are sent to `N`, `M` or `S` (one past the end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_TILE = 8  # rows handled at once; see scripts/bench_allocator.py
+
+State = TypeVar("State")
+
+
+class BlockPool(NamedTuple):
+    """Which blocks are free, and how many owners the others have."""
+
+    free: jax.Array  # i32[N]
+    num_free: jax.Array  # i32[]
+    refcount: jax.Array  # i32[N]
+
+
+class BlockTables(NamedTuple):
+    """Which blocks each row (sequence slot) owns, in token order."""
+
+    blocks: jax.Array  # i32[S, M]
+    length: jax.Array  # i32[S]
+
+
+def init_pool(num_blocks: int) -> BlockPool:
+    """A pool of `num_blocks` blocks, the null block included; hands out 1, 2, 3, ... ValueError below 2."""
+    if num_blocks < 2:
+        raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+    return BlockPool(
+        free=jnp.arange(num_blocks - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.asarray(num_blocks - 1, jnp.int32),
+        refcount=jnp.zeros(num_blocks, jnp.int32),
+    )
+
+
+def init_tables(num_rows: int, max_blocks: int) -> BlockTables:
+    """`num_rows` empty rows of at most `max_blocks` blocks. ValueError where either is below 1."""
+    if num_rows < 1 or max_blocks < 1:
+        raise ValueError(f"num_rows and max_blocks must be at least 1, got {num_rows} and {max_blocks}")
+    return BlockTables(
+        blocks=jnp.zeros((num_rows, max_blocks), jnp.int32), length=jnp.zeros(num_rows, jnp.int32)
+    )
+
+
+def blocks_needed(length: jax.Array, block_size: int) -> jax.Array:
+    """Blocks that hold `length >= 0` tokens: ceil(length / block_size), without overflow near 2**31."""
+    return length // block_size + (length % block_size != 0)
+
+
+def grow(
+    pool: BlockPool, tables: BlockTables, new_length: jax.Array, *, block_size: int, max_new_blocks: int
+) -> tuple[BlockPool, BlockTables, jax.Array]:
+    """Make every row long enough for `new_length` i32[S] tokens. Returns (pool, tables, ok bool[]).
+
+    Row s takes its new blocks from the top of the stack, row 0 first. `max_new_blocks` (static) is the most
+    blocks one row may gain: 1 for decoding. Rows with `new_length == length` stay as they are.
+
+    ok is False and nothing changes where the pool has too few free blocks, or a row would shrink, gain more
+    than `max_new_blocks` or have more than M.
+    """
+    num_rows, max_blocks, num_blocks = _check(pool, tables, block_size, new_length=new_length)
+    if max_new_blocks < 1:
+        raise ValueError(f"max_new_blocks must be at least 1, got {max_new_blocks}")
+    max_new_blocks = min(max_new_blocks, max_blocks)
+
+    have = blocks_needed(tables.length, block_size)
+    want = blocks_needed(new_length, block_size)
+    need = want - have
+    valid = jnp.all((new_length >= tables.length) & (want <= max_blocks) & (need <= max_new_blocks))
+    need = jnp.where(valid, need, 0)
+    ok = valid & (jnp.sum(need) <= pool.num_free)
+    need = jnp.where(ok, need, 0)
+    taken = jnp.cumsum(need)
+    top = pool.num_free - 1 - (taken - need)  # row s: free[top[s]], free[top[s] - 1], ...
+
+    # The first new block of every row: all that a decode step needs.
+    gains = need > 0
+    first = pool.free.at[jnp.where(gains, top, num_blocks)].get(mode="fill", fill_value=0)
+    refcount = pool.refcount.at[jnp.where(gains, first, num_blocks)].set(1, mode="drop")
+    blocks = tables.blocks.at[jnp.arange(num_rows), jnp.where(gains, have, max_blocks)].set(
+        first, mode="drop"
+    )
+
+    if max_new_blocks > 1:  # the others, of the few rows that gain more than one (prefill)
+        extra = jnp.arange(1, max_new_blocks, dtype=jnp.int32)
+
+        def take(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            refcount, blocks = state
+            wanted = extra < need.at[rows].get(mode="fill", fill_value=0)[:, None]
+            place = top.at[rows].get(mode="fill", fill_value=0)[:, None] - extra
+            column = have.at[rows].get(mode="fill", fill_value=0)[:, None] + extra
+            ids = pool.free.at[jnp.where(wanted, place, num_blocks)].get(mode="fill", fill_value=0)
+            refcount = refcount.at[jnp.where(wanted, ids, num_blocks)].set(1, mode="drop")
+            blocks = blocks.at[rows[:, None], jnp.where(wanted, column, max_blocks)].set(ids, mode="drop")
+            return refcount, blocks
+
+        refcount, blocks = _over_tiles(need > 1, take, (refcount, blocks))
+
+    pool = BlockPool(pool.free, pool.num_free - taken[-1], refcount)
+    return pool, BlockTables(blocks, jnp.where(ok, new_length, tables.length)), ok
+
+
+def release(
+    pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size: int
+) -> tuple[BlockPool, BlockTables]:
+    """Empty the rows in `mask` bool[S] and drop their references; blocks nobody owns any more become free.
+
+    Cannot fail; empty rows are fine, and so is a block that several of the rows own.
+    """
+    _, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask)
+    column = jnp.arange(max_blocks, dtype=jnp.int32)
+
+    def drop_rows(rows: jax.Array, state: tuple[BlockPool, BlockTables]) -> tuple[BlockPool, BlockTables]:
+        pool, tables = state
+        owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
+        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
+        ids = jnp.where(column < owned[:, None], ids, num_blocks).reshape(-1)
+        blocks = tables.blocks.at[rows].set(0, mode="drop")
+        length = tables.length.at[rows].set(0, mode="drop")
+        return _drop_references(pool, ids), BlockTables(blocks, length)
+
+    live = mask & (tables.length > 0)
+    return _over_tiles(live, drop_rows, (pool, tables))
+
+
+def share(
+    pool: BlockPool,
+    tables: BlockTables,
+    mask: jax.Array,
+    blocks: jax.Array,
+    length: jax.Array,
+    *,
+    block_size: int,
+) -> tuple[BlockPool, BlockTables, jax.Array]:
+    """Attach blocks that already have an owner to the empty rows in `mask` bool[S]: prefix hits.
+
+    Row s gets the first blocks_needed(length[s]) entries of `blocks` i32[S, M] and `length` i32[S] tokens;
+    rows outside `mask` and entries past the needed ones are not looked at. Returns (pool, tables, ok bool[]).
+
+    ok is False and nothing changes where a row is not empty, a length is outside 0..M * block_size, a block
+    is outside 1..N-1 or free, or a block comes twice in one row.
+    """
+    _, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask, length=length)
+    if blocks.shape != tables.blocks.shape or blocks.dtype != jnp.int32:
+        raise ValueError(
+            f"blocks must be int32{list(tables.blocks.shape)}, got {blocks.dtype}{list(blocks.shape)}"
+        )
+    column = jnp.arange(max_blocks, dtype=jnp.int32)
+    wanted = blocks_needed(length, block_size)
+
+    def gather(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids = blocks.at[rows].get(mode="fill", fill_value=0)
+        return ids, column < wanted.at[rows].get(mode="fill", fill_value=0)[:, None]
+
+    def judge(rows: jax.Array, ok: jax.Array) -> jax.Array:
+        ids, live = gather(rows)
+        known = (ids >= 1) & (ids < num_blocks)
+        owners = pool.refcount.at[jnp.where(known, ids, num_blocks)].get(mode="fill", fill_value=0)
+        earlier = column[None, :] < column[:, None]
+        twice = live & jnp.any((ids[:, :, None] == ids[:, None, :]) & earlier, axis=2)
+        return ok & jnp.all(~live | (owners > 0)) & ~jnp.any(twice)
+
+    fits = (tables.length == 0) & (length >= 0) & (wanted <= max_blocks)
+    ok = jnp.all(~mask | fits)
+    ok = _over_tiles(mask & ok, judge, ok)
+
+    def attach(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        refcount, table = state
+        ids, live = gather(rows)
+        refcount = refcount.at[jnp.where(live, ids, num_blocks)].add(1, mode="drop")
+        return refcount, table.at[rows].set(jnp.where(live, ids, 0), mode="drop")
+
+    refcount, table = _over_tiles(mask & ok, attach, (pool.refcount, tables.blocks))
+    tables = BlockTables(table, jnp.where(mask & ok, length, tables.length))
+    return pool._replace(refcount=refcount), tables, ok
+
+
+def fork(
+    pool: BlockPool, tables: BlockTables, parent: jax.Array, *, block_size: int
+) -> tuple[BlockPool, BlockTables, jax.Array]:
+    """Make row s a copy of row `parent[s]` that shares all its blocks, the partly filled last one included.
+
+    `parent` i32[S]; -1 leaves a row alone. Rows may have several children. Returns (pool, tables, ok bool[]).
+    Before either of two rows that share their last block appends to it: `copy_on_write`.
+
+    ok is False and nothing changes where a parent is outside -1..S-1 or empty, or a child is not empty.
+    """
+    num_rows, max_blocks, num_blocks = _check(pool, tables, block_size, parent=parent)
+    column = jnp.arange(max_blocks, dtype=jnp.int32)
+    child = parent != -1
+    source = jnp.where((parent >= 0) & (parent < num_rows), parent, num_rows)
+    length = tables.length.at[source].get(mode="fill", fill_value=0)
+    ok = jnp.all(~child | ((tables.length == 0) & (length > 0)))
+    child = child & ok
+
+    def copy_rows(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        refcount, table = state
+        # A parent is never a child (one is empty, the other is not): its row is as it was.
+        ids = table.at[source.at[rows].get(mode="fill", fill_value=num_rows)].get(mode="fill", fill_value=0)
+        owned = blocks_needed(length.at[rows].get(mode="fill", fill_value=0), block_size)
+        refcount = refcount.at[jnp.where(column < owned[:, None], ids, num_blocks)].add(1, mode="drop")
+        return refcount, table.at[rows].set(ids, mode="drop")
+
+    refcount, table = _over_tiles(child, copy_rows, (pool.refcount, tables.blocks))
+    tables = BlockTables(table, jnp.where(child, length, tables.length))
+    return pool._replace(refcount=refcount), tables, ok
+
+
+def copy_on_write(
+    pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size: int
+) -> tuple[BlockPool, BlockTables, jax.Array, jax.Array, jax.Array]:
+    """Give the rows in `mask` bool[S], about to append at `length`, a last block of their own.
+
+    Returns (pool, tables, src i32[S], dst i32[S], ok bool[]). Page dst[s] must become a copy of page src[s]
+    before any of these rows is written; (0, 0) where there is nothing to copy. A row needs no copy where
+    `length` is a multiple of `block_size` (it begins a new block) or the block has one owner.
+
+    Where the rows of `mask` are all the owners of a block, the first of them keeps it: n forks that write
+    together cost n - 1 copies and leave no block behind. Where somebody else owns it too (a row that does not
+    write, the prefix cache), each of them gets a copy.
+
+    ok is False, nothing changes and nothing is to be copied where the pool has too few free blocks.
+    """
+    num_rows, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    column = jnp.where(mask & (tables.length % block_size != 0), tables.length // block_size, max_blocks)
+    src = tables.blocks.at[row, column].get(mode="fill", fill_value=0)
+    owners = pool.refcount.at[src].get(mode="fill", fill_value=0)
+    shared = owners > 1
+
+    def without_keepers(shared: jax.Array) -> jax.Array:
+        same = (src[:, None] == src[None, :]) & shared[None, :]
+        writers = jnp.sum(same, axis=1, dtype=jnp.int32)
+        is_first = ~jnp.any(same & (row[None, :] < row[:, None]), axis=1)
+        return shared & ~((writers == owners) & is_first)
+
+    copies = lax.cond(jnp.any(shared), without_keepers, lambda shared: shared, shared)
+    count = jnp.cumsum(copies, dtype=jnp.int32)
+    ok = count[-1] <= pool.num_free
+    copies = copies & ok
+    top = pool.num_free - count  # the n-th copy, from 1, is free[num_free - n]
+    dst = pool.free.at[jnp.where(copies, top, num_blocks)].get(mode="fill", fill_value=0)
+    refcount = pool.refcount.at[jnp.where(copies, src, num_blocks)].add(-1, mode="drop")
+    refcount = refcount.at[jnp.where(copies, dst, num_blocks)].set(1, mode="drop")
+    blocks = tables.blocks.at[row, jnp.where(copies, column, max_blocks)].set(dst, mode="drop")
+    pool = BlockPool(pool.free, pool.num_free - jnp.where(ok, count[-1], 0), refcount)
+    return pool, tables._replace(blocks=blocks), jnp.where(copies, src, 0), dst, ok
+
+
+def hold(pool: BlockPool, ids: jax.Array) -> tuple[BlockPool, jax.Array]:
+    """Add a reference to each block in `ids` i32[K], padded with 0; n of them where an id comes n times.
+
+    How the prefix cache keeps blocks alive. Returns (pool, ok bool[]); ok is False and nothing changes where
+    an id is outside 0..N-1 or names a block that is free.
+    """
+    ids, ok = _check_ids(pool, ids)
+    num_blocks = pool.refcount.shape[0]
+    owners = pool.refcount.at[ids].get(mode="fill", fill_value=1)
+    ok = ok & jnp.all(owners > 0)
+    refcount = pool.refcount.at[jnp.where(ok, ids, num_blocks)].add(1, mode="drop")
+    return pool._replace(refcount=refcount), ok
+
+
+def drop(pool: BlockPool, ids: jax.Array) -> tuple[BlockPool, jax.Array]:
+    """Take a reference from each block in `ids` i32[K], padded with 0; n of them where an id comes n times.
+
+    Blocks nobody owns any more become free. Returns (pool, ok bool[]); ok is False and nothing changes where
+    an id is outside 0..N-1 or a block has fewer references than are taken away. The pool cannot tell a hold
+    from a table reference: dropping one that was never held is for `audit` to find.
+    """
+    ids, ok = _check_ids(pool, ids)
+    num_blocks = pool.refcount.shape[0]
+    # Judge by doing it and looking: counts below zero are undone exactly, nothing was freed yet.
+    ids = jnp.where(ok, ids, num_blocks)
+    left = pool.refcount.at[ids].add(-1, mode="drop")
+    ok = ok & jnp.all(left.at[ids].get(mode="fill", fill_value=0) >= 0)
+    left = left.at[jnp.where(ok, num_blocks, ids)].add(1, mode="drop")
+    return _free_unowned(pool._replace(refcount=left), jnp.where(ok, ids, num_blocks)), ok
+
+
+def _over_tiles(mask: jax.Array, body: Callable[[jax.Array, State], State], state: State) -> State:
+    """Fold `body(rows i32[_TILE], state)` over the rows set in `mask` bool[S]; rows is padded with S.
+
+    The trip count is traced: no row set, no iteration.
+    """
+    num_rows = mask.shape[0]
+    count = jnp.cumsum(mask, dtype=jnp.int32)
+    rows = jnp.full(-(-num_rows // _TILE) * _TILE, num_rows, jnp.int32)
+    rows = rows.at[jnp.where(mask, count - 1, rows.shape[0])].set(
+        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+    )
+
+    def tile(i: jax.Array, state: State) -> State:
+        return body(lax.dynamic_slice(rows, (i * _TILE,), (_TILE,)), state)
+
+    return lax.fori_loop(0, (count[-1] + _TILE - 1) // _TILE, tile, state)
+
+
+def _drop_references(pool: BlockPool, ids: jax.Array) -> BlockPool:
+    """Take one reference for every entry of `ids` i32[K]; N means no entry. Frees blocks left with none."""
+    refcount = pool.refcount.at[ids].add(-1, mode="drop")
+    return _free_unowned(pool._replace(refcount=refcount), ids)
+
+
+def _free_unowned(pool: BlockPool, ids: jax.Array) -> BlockPool:
+    """Push the blocks of `ids` i32[K] whose count is now 0, each once however often it comes; N is no entry.
+
+    The count itself serves as scratch to find the first of equal ids: the entries of an unowned block write
+    their (negative) tags into it, the least one wins and the count goes back to 0.
+    """
+    num_blocks, num_ids = pool.refcount.shape[0], ids.shape[0]
+    unowned = pool.refcount.at[ids].get(mode="fill", fill_value=1) == 0
+    targets = jnp.where(unowned, ids, num_blocks)
+    tag = jnp.arange(-num_ids, 0, dtype=jnp.int32)
+    refcount = pool.refcount.at[targets].min(tag, mode="drop")
+    winner = unowned & (refcount.at[targets].get(mode="fill", fill_value=0) == tag)
+    refcount = refcount.at[targets].set(0, mode="drop")
+    count = jnp.cumsum(winner, dtype=jnp.int32)
+    place = jnp.where(winner, pool.num_free + count - 1, num_blocks)
+    free = pool.free.at[place].set(ids, mode="drop")
+    return BlockPool(free, pool.num_free + count[-1], refcount)
+
+
+def _check_ids(pool: BlockPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids of a host request: (padding and out-of-range ids become N, all in range bool[])."""
+    if ids.ndim != 1 or ids.dtype != jnp.int32:
+        raise ValueError(f"ids must be a vector of int32, got {ids.dtype}{list(ids.shape)}")
+    num_blocks = pool.refcount.shape[0]
+    known = (ids >= 0) & (ids < num_blocks)
+    return jnp.where(known & (ids != 0), ids, num_blocks), jnp.all(known)
+
+
+def _check(
+    pool: BlockPool, tables: BlockTables, block_size: int, **per_row: jax.Array
+) -> tuple[int, int, int]:
+    """(S, M, N); ValueError at trace time where a per-row argument has the wrong shape or type."""
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_rows, max_blocks = tables.blocks.shape
+    for name, value in per_row.items():
+        dtype = jnp.bool_ if name == "mask" else jnp.int32
+        if value.shape != (num_rows,) or value.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {jnp.dtype(dtype).name}[{num_rows}], one per row of the tables,"
+                f" got {value.dtype}{list(value.shape)}"
+            )
+    return num_rows, max_blocks, pool.refcount.shape[0]
