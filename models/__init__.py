@@ -1,1 +1,27 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
+
+from .config import ModelConfig
+from .decoder import Attend, Decoder
+from .errors import CheckpointError, ConfigError
+from .generation import GenerationDefaults
+from .load import LoadedModel, load_model
+from .paged import init_cache, paged_attend
+from .params import flatten_params, merge_params, param_shapes
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "Attend",
+    "CheckpointError",
+    "ConfigError",
+    "Decoder",
+    "GenerationDefaults",
+    "LoadedModel",
+    "ModelConfig",
+    "Tokenizer",
+    "flatten_params",
+    "init_cache",
+    "load_model",
+    "merge_params",
+    "paged_attend",
+    "param_shapes",
+]

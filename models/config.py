@@ -1,0 +1,164 @@
+"""What a decoder is made of, read from a Hugging Face ``config.json`` and checked."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConfigError
+from .rope import RopeConfig
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of one decoder-only transformer. Hashable, so it can be a static jit argument."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k before rotation
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None  # what the checkpoint says it is stored in
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_position_embeddings"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"the number of attention heads ({self.num_heads}) must be a multiple of the number of "
+                f"key/value heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
+        """Read a ``config.json`` dict. Raises ``ConfigError`` naming what is missing or not supported."""
+        model_type = hf.get("model_type")
+        if model_type not in MODEL_TYPES:
+            raise ConfigError(
+                f"model_type {model_type!r} is not supported; allowed: {', '.join(MODEL_TYPES)}"
+            )
+        # Only Llama ever left the number of key/value heads out (Llama 1 and 2 have one per query head)
+        needed = _NEEDED if model_type == "llama" else (*_NEEDED, "num_key_value_heads")
+        missing = [name for name in needed if hf.get(name) is None]
+        if missing:
+            raise ConfigError(f"the config of a {model_type!r} model needs {', '.join(map(repr, missing))}")
+        activation = hf.get("hidden_act", "silu")
+        if activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"hidden_act {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}"
+            )
+        _refuse_sliding_window(hf)
+        hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+        head_dim = hf.get("head_dim")
+        if head_dim is None and model_type == "qwen3":
+            head_dim = 128  # its default in transformers
+        elif head_dim is None:
+            if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0):
+                raise ConfigError(
+                    f"without head_dim, hidden_size {hidden!r} must be a multiple of {heads!r} heads"
+                )
+            head_dim = hidden // heads
+        bias = bool(hf.get("attention_bias", False)) and model_type in ("llama", "qwen3")
+        return cls(
+            model_type=model_type,
+            vocab_size=hf["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            max_position_embeddings=hf["max_position_embeddings"],
+            rms_norm_eps=float(hf["rms_norm_eps"]),
+            rope=RopeConfig.from_hf(hf, head_dim),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            qkv_bias=bias or model_type == "qwen2",
+            attention_out_bias=bias,
+            mlp_bias=bool(hf.get("mlp_bias", False)) and model_type == "llama",
+            qk_norm=model_type == "qwen3",
+            bos_token_id=first_id(hf.get("bos_token_id")),
+            eos_token_ids=token_ids(hf.get("eos_token_id")),
+            dtype=hf.get("dtype") or hf.get("torch_dtype"),
+        )
+
+    def with_max_length(self, length: int) -> "ModelConfig":
+        """This config for sequences of at most ``length`` tokens (matters to the ``longrope`` scaling only)."""
+        if self.rope.kind != "longrope":
+            return self
+        use_long = length > self.rope.original_max_positions
+        return dataclasses.replace(self, rope=dataclasses.replace(self.rope, use_long=use_long))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; ``from_dict`` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "ModelConfig":
+        """The inverse of ``to_dict``, also after a trip through JSON."""
+        try:
+            rope = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["rope"].items()}
+            rest = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "rope"}
+            return cls(rope=RopeConfig(**rope), **rest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"not a saved ModelConfig: {error}") from error
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """A token id field of a config (null, one id or a list) as a tuple."""
+    if value is None:
+        return ()
+    return tuple(int(x) for x in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def first_id(value: Any) -> int | None:
+    """The first id of such a field, or None."""
+    return next(iter(token_ids(value)), None)
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
+    window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
+    if kinds and not (kinds == {"sliding_attention"} and window is None):
+        raise ConfigError(f"layer_types {sorted(kinds)} are not supported; allowed: full_attention")
+    if window is None or window >= hf["max_position_embeddings"]:
+        return  # no sequence is long enough for the window to hide anything
+    if hf["model_type"] == "mistral":
+        slides = True
+    elif hf["model_type"] == "llama":
+        slides = False  # transformers' Llama has no window and ignores the key
+    else:
+        slides = bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 28) < layers
+    if slides:
+        raise ConfigError(
+            f"sliding window attention (sliding_window={window}) is not supported; allowed: null, or at least "
+            f"max_position_embeddings ({hf['max_position_embeddings']})"
+        )

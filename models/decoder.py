@@ -1,0 +1,103 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and their kin.
+
+Letters in shapes: T packed tokens of all sequences, H hidden, F feed-forward, V vocabulary,
+Hq query heads, Hkv key/value heads, D head size.
+
+The decoder knows nothing of paging. It hands q, k, v of every layer to ``attend``, which stores k and v in that
+layer's cache as it likes and returns what the queries see.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .config import ModelConfig
+from .layers import Linear, RMSNorm, matmul
+from .rope import rotary_table, rotate
+
+# (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], layer_cache, scale) -> (out [T,Hq,D], layer_cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, float], tuple[jax.Array, Any]]
+Rotary = tuple[jax.Array, jax.Array]  # cos and sin, f32[T, D/2]
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+        self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv = Linear(c.hidden_size, fused, bias=c.qkv_bias, dtype=dtype)  # columns: all q, all k, all v
+        self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias, dtype=dtype)
+        self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
+
+    def __call__(self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
+        qkv = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
+        q, k, v = jnp.split(qkv, [self.heads, self.heads + self.kv_heads], axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        seen, cache = attend(q, k, v, cache, self.head_dim**-0.5)  # [T, Hq, D]
+        return self.out(seen.reshape(x.shape[0], -1)), cache
+
+
+class Mlp(nnx.Module):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=1)  # [T, F] each
+        gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return self.down(gated.astype(x.dtype))
+
+
+class Block(nnx.Module):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+        self.attention_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(c, dtype)
+        self.mlp_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        self.mlp = Mlp(c, dtype)
+
+    def __call__(self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
+        seen, cache = self.attention(self.attention_norm(x), rotary, cache, attend)
+        x = x + seen
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states, and hidden states to logits: two calls, because only some rows are sampled.
+
+    A new one holds zeros; ``params.abstract_decoder`` makes one without memory, ``load`` fills it.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.float32):
+        c = config
+        self.config = c
+        self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), dtype))
+        self.layers = nnx.List([Block(c, dtype) for _ in range(c.num_layers)])
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=dtype)
+        self.head = head
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: tuple[Any, ...], attend: Attend
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """tokens i32[T], positions i32[T], one cache per layer -> (hidden [T, H] after the last norm, cache).
+
+        Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped.
+        """
+        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, H]
+        rotary = rotary_table(self.config.rope, self.config.head_dim, positions)
+        updated = []
+        for block, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = block(x, rotary, layer_cache, attend)
+            updated.append(layer_cache)
+        return self.norm(x), tuple(updated)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, H] -> f32[R, V]."""
+        if self.head is None:
+            return matmul(hidden, self.embedding[...], contract=1)
+        return matmul(hidden, self.head.weight[...])
