@@ -1,1 +1,16 @@
-"""jpaged: PagedAttention as a functional JAX program."""
+"""jpaged: PagedAttention as a functional JAX program.
+
+    from jpaged import LLM, SamplingParams
+
+    llm = LLM("path/to/model")
+    outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+"""
+
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.llm import LLM
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.stats import EngineStats
+
+__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams"]

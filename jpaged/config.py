@@ -1,0 +1,88 @@
+"""What an engine is told at start: sizes, limits and policies, validated before any device work."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+DECODE_ROWS_MIN = 8  # a bf16 matrix product with fewer rows leaves XLA:CPU's fast path
+TOKEN_BUCKET_MIN = 32
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of one engine. Every length is in tokens, every `num_blocks` counts the null block too.
+
+    block_size              tokens a KV block holds
+    num_blocks              blocks in the pool; block 0 is the null block
+    max_model_len           longest prompt + output of one request
+    max_num_seqs            sequences that run at once (slots)
+    max_num_batched_tokens  most tokens in one step; longer prompts are prefilled in chunks
+    decode_steps            most decode iterations in one dispatch
+    watermark               share of the pool that admission leaves free for running sequences to grow into
+    async_scheduling        plan a step while the previous one runs
+    """
+
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    decode_steps: int = 8
+    watermark: float = 0.01
+    async_scheduling: bool = True
+    attention_backend: str = "auto"
+    max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
+                     "decode_steps", "max_stop_ids"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "
+                f"sequence decodes one token in a step; got {self.max_num_batched_tokens}")
+        if self.max_blocks_per_seq > self.num_blocks - 1:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} (one of them the null block) of {self.block_size} tokens cannot hold "
+                f"one sequence of max_model_len={self.max_model_len} tokens; it needs "
+                f"{self.max_blocks_per_seq + 1} blocks: raise the KV memory or lower max_model_len")
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Row counts that a decode program is compiled for."""
+        return grow_by_doubling(DECODE_ROWS_MIN, self.max_num_seqs)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Token counts that a mixed (prefill and decode) program is compiled for."""
+        return grow_by_doubling(min(TOKEN_BUCKET_MIN, self.max_num_batched_tokens), self.max_num_batched_tokens)
+
+
+def grow_by_doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2*first, ... up to `last` rounded up to a multiple of DECODE_ROWS_MIN."""
+    last = -(-last // DECODE_ROWS_MIN) * DECODE_ROWS_MIN
+    sizes = []
+    size = max(first, DECODE_ROWS_MIN)
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, last)
+
+
+def pick_bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    for bucket in buckets:
+        if bucket >= size:
+            return bucket
+    raise ValueError(f"{size} is more than the largest bucket {buckets[-1]}")

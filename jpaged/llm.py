@@ -1,0 +1,263 @@
+"""The Python interface: load a model, generate for a list of prompts. Names and meanings follow vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jpaged_models import LoadedModel, Tokenizer, load_model
+from tqdm import tqdm
+
+from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.memory import pick_num_blocks
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.stats import EngineStats
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model with its engine.
+
+        llm = LLM("path/to/model")
+        for output in llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=64)):
+            print(output.outputs[0].text)
+
+    model                   a Hugging Face folder or hub id, a .gguf file, a checkpoint of this project, or a LoadedModel
+    tokenizer               another folder, hub id or Tokenizer; by default the model's own
+    dtype                   "auto" (as stored), "float32" or "bfloat16": of weights, activations and KV cache
+    max_model_len           longest prompt + output; by default the model's limit, or what the KV pool holds
+    max_num_seqs            sequences that run at once (default 32 on CPU, 256 elsewhere)
+    max_num_batched_tokens  most tokens in one step (default 512 on CPU, 2048 elsewhere)
+    block_size              tokens in a KV block
+    num_blocks              KV blocks, the null block included; by default from the two below
+    kv_cache_memory_bytes   bytes for KV blocks
+    memory_fraction         share of the device's memory to use where neither is given (on CPU at most 4 GiB of KV)
+    seed                    of the seeds that requests without one are given
+    decode_steps            most decode iterations in one dispatch
+    watermark               share of the pool that admission leaves free
+    async_scheduling        plan a step while the previous one runs
+    warm_up                 compile every program now rather than when it is first needed
+    compilation_cache_dir   where compiled programs are kept; by default the user's cache folder
+    progress                show a bar while warming up
+
+    Raises ValueError for settings or checkpoints that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        memory_fraction: float = 0.9,
+        seed: int = 0,
+        decode_steps: int = 8,
+        watermark: float = 0.01,
+        async_scheduling: bool = True,
+        attention_backend: str = "auto",
+        warm_up: bool = True,
+        compilation_cache_dir: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        enable_compilation_cache(compilation_cache_dir)
+        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, tokenizer)
+        self.tokenizer = self.loaded.tokenizer
+        on_cpu = jax.default_backend() == "cpu"
+        max_num_seqs = max_num_seqs if max_num_seqs is not None else (32 if on_cpu else 256)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_seqs, 512 if on_cpu else 2048)
+        kv_dtype = jnp.dtype(next(iter(self.loaded.params.values())).dtype)
+        num_blocks, max_model_len = pick_num_blocks(
+            self.loaded.config,
+            kv_dtype,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            num_blocks=num_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            memory_fraction=memory_fraction,
+        )
+        self.config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_steps=decode_steps,
+            watermark=watermark,
+            async_scheduling=async_scheduling,
+            attention_backend=attention_backend,
+        )
+        self.engine = Engine(self.loaded, self.config, dtype=kv_dtype, seed=seed)
+        self._ids = itertools.count()
+        if warm_up:
+            self.warm_up(progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the order of the prompts.
+
+        sampling_params: one for all, one each, or None for the checkpoint's own defaults.
+        on_error: "raise" checks all prompts before anything runs and raises ValueError for the first bad one;
+        "return" runs the good ones and returns the bad with finish_reason "error" and the reason in `.error`.
+        """
+        items = [prompts] if _is_single(prompts) else list(prompts)
+        return self._run([(item, None) for item in items], sampling_params, use_tqdm, on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, given as lists of {"role": …, "content": …} messages."""
+        tokenizer = self.get_tokenizer()
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError("messages must be a conversation (a list of message dicts) or a list of conversations")
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        items: list[tuple[Prompt, str | None]] = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+                **template_variables,
+            )
+            items.append((tokenizer.encode(text, add_special_tokens=False), text))
+        return self._run(items, sampling_params, use_tqdm, on_error)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this model came without a tokenizer: pass tokenizer=, or prompt it with token ids")
+        return self.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends (generation_config.json), SamplingParams' own defaults for the rest."""
+        found = self.loaded.generation
+        if found.do_sample is False:
+            return SamplingParams(temperature=0.0)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        given = {name: getattr(found, name) for name in names if getattr(found, name) is not None}
+        return SamplingParams(**given)
+
+    def stats(self) -> EngineStats:
+        """What the engine did so far and how full its memory is."""
+        return self.engine.stats()
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Compile every program; after this, no request compiles anything."""
+        total = len(self.config.decode_buckets) + len(self.config.token_buckets)
+        with tqdm(total=total, desc="Compiling", unit="program", disable=not progress, leave=False) as bar:
+            self.engine.warm_up(lambda name: (bar.set_postfix_str(name), bar.update()) and None)
+
+    # ------------------------------------------------------------------ the parts of a call
+
+    def _run(
+        self, items: list[tuple[Prompt, str | None]], sampling_params: Params, use_tqdm: bool, on_error: str
+    ) -> list[RequestOutput]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+        params = self._params_for(sampling_params, len(items))
+        outputs: dict[str, RequestOutput] = {}
+        checked: list[tuple[str, list[int], str | None, SamplingParams]] = []
+        order = []
+        for (item, text), each in zip(items, params, strict=True):
+            request_id = str(next(self._ids))
+            order.append(request_id)
+            try:
+                ids, text = self._tokenize(item, text)
+                checked.append((request_id, self.engine.check_prompt(ids, each), text, each))
+            except ValueError as error:
+                if on_error == "raise":
+                    raise ValueError(f"prompt {len(order) - 1}: {error}") from error
+                outputs[request_id] = RequestOutput(
+                    request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error))
+        for request_id, ids, text, each in checked:
+            self.engine.add_request(request_id, ids, each, prompt=text)
+        try:
+            self._drain({request_id for request_id, *_ in checked}, outputs, use_tqdm)
+        except BaseException:  # an interrupted call leaves the engine empty for the next one
+            for request_id, *_ in checked:
+                self.engine.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in order]
+
+    def _drain(self, expected: set[str], outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
+        tokens = 0
+        with tqdm(total=len(expected), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished():
+                for request in self.engine.step():
+                    if request.finished and request.request_id in expected:
+                        outputs[request.request_id] = self._to_output(request)
+                        tokens += len(request.output_token_ids)
+                        rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+                        bar.update()
+
+    def _params_for(self, sampling_params: Params, count: int) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        params = list(sampling_params)
+        if len(params) != count:
+            raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
+        for each in params:
+            if not isinstance(each, SamplingParams):
+                raise ValueError(f"sampling_params must hold SamplingParams, got {type(each).__name__}")
+        return params
+
+    def _tokenize(self, item: Prompt, text: str | None) -> tuple[Sequence[int], str | None]:
+        if isinstance(item, Mapping):
+            if "prompt_token_ids" in item:
+                return item["prompt_token_ids"], item.get("prompt")
+            if "prompt" not in item:
+                raise ValueError(f'a prompt dict needs "prompt" or "prompt_token_ids", got keys {sorted(item)}')
+            item = item["prompt"]
+        if isinstance(item, str):
+            if not item:
+                raise ValueError("the prompt is empty: give at least one character or token id")
+            return self.get_tokenizer().encode(item), item
+        return item, text
+
+    def _to_output(self, request: Request) -> RequestOutput:
+        ids = request.output_token_ids
+        shown = ids[:-1] if request.finish_reason == "stop" else ids  # the token that ended it is no text
+        text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
+        completion = CompletionOutput(0, text, list(ids), request.finish_reason, request.stop_reason)
+        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion])
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt: a text, a dict, or a flat sequence of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return len(prompts) > 0 and all(isinstance(token, int) or hasattr(token, "__index__") for token in prompts)

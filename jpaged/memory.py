@@ -1,0 +1,69 @@
+"""How many KV blocks an engine gets: from what the user allows, what the device has, and what can be of use."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+from jpaged_models import ModelConfig
+
+CPU_KV_BYTES = 4 << 30  # unless asked for more: a laptop has other things to do with its memory
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * jnp.dtype(dtype).itemsize
+
+
+def pick_num_blocks(
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    block_size: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    num_blocks: int | None,
+    kv_cache_memory_bytes: int | None,
+    memory_fraction: float,
+) -> tuple[int, int]:
+    """(num_blocks, max_model_len).
+
+    num_blocks: as given, else what kv_cache_memory_bytes holds, else what is left of memory_fraction of the device's
+    memory (the weights are on it already), but never more than max_num_seqs sequences of max_model_len can fill.
+    max_model_len: as given, else the model's limit, or what the pool holds where that is less.
+    Raises ValueError for values out of range.
+    """
+    if not 0.0 < memory_fraction <= 1.0:
+        raise ValueError(f"memory_fraction must be in (0, 1], got {memory_fraction!r}")
+    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("num_blocks", num_blocks),
+                        ("max_model_len", max_model_len), ("kv_cache_memory_bytes", kv_cache_memory_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    limit = model.max_position_embeddings
+    if max_model_len is not None and max_model_len > limit:
+        raise ValueError(f"max_model_len={max_model_len} is more than the {limit} positions the model was made for")
+    per_block = block_bytes(model, block_size, dtype)
+    if num_blocks is None:
+        useful = max_num_seqs * -(-(max_model_len or limit) // block_size) + 1
+        if kv_cache_memory_bytes is not None:
+            affordable = kv_cache_memory_bytes // per_block
+        else:
+            affordable = _free_bytes(memory_fraction) // per_block
+        num_blocks = int(min(useful, affordable))
+        if num_blocks < 2:
+            raise ValueError(
+                f"no room for KV blocks: one takes {per_block} bytes and at least two are needed; "
+                "raise kv_cache_memory_bytes or memory_fraction, or use a smaller model")
+    capacity = (num_blocks - 1) * block_size
+    return num_blocks, max_model_len or min(limit, capacity)
+
+
+def _free_bytes(memory_fraction: float) -> int:
+    """Bytes that may still be taken on the first device."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return max(0, int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"])
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(available * memory_fraction), CPU_KV_BYTES)

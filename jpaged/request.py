@@ -1,0 +1,82 @@
+"""A request as the host sees it: its tokens so far and where it stands. Imports no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jpaged.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its continuation.
+
+    `max_tokens` is the effective limit (already capped by the model's length), `eos_token_ids` the ids that
+    end the text unless `params.ignore_eos`. The counters of a running request live in the scheduler's
+    per-slot arrays; here is only what survives a preemption.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    prompt: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    slot: int = -1
+    prefill_target: int = 0  # tokens to compute before the next one can be sampled
+    prefilled: int = 0  # of them, those already dispatched to the device
+    in_flight: int = 0  # dispatched steps whose tokens have not been read
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.stop_ids = eos | frozenset(self.params.stop_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to the host: the prompt and what was read back."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_range(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop) of prompt + output."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+    def append(self, token_ids: list[int]) -> None:
+        """Take tokens read from the device, up to the first that ends the request."""
+        for token in token_ids:
+            self.output_token_ids.append(token)
+            if token in self.stop_ids:
+                # An id the user listed is named as the reason; the model's own end of text is not (as vLLM does).
+                self.finish("stop", token if token in self.params.stop_token_ids else None)
+                return
+            if len(self.output_token_ids) >= self.max_tokens:
+                self.finish("length")
+                return
+
+    def finish(self, reason: str, stop_reason: int | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED

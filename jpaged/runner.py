@@ -1,0 +1,107 @@
+"""The device side of an engine: owns the parameters and the state, compiles, dispatches, reads back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jpaged_models import LoadedModel
+
+from jpaged.audit import audit, check
+from jpaged.config import EngineConfig, pick_bucket
+from jpaged.plan import PlanLayout, pack_plan
+from jpaged.scheduler import Schedule
+from jpaged.state import BlockCounts, count_blocks, init_state
+from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
+
+Program = Callable[..., tuple]
+
+
+class Dispatched(NamedTuple):
+    """A step under way: what was asked for, and where its result will be."""
+
+    schedule: Schedule
+    rows: int
+    result: jax.Array
+
+
+class Programs(NamedTuple):
+    """The jitted programs of one model and configuration, by bucket."""
+
+    decode: dict[int, tuple[PlanLayout, Program]]
+    mixed: dict[int, tuple[PlanLayout, Program]]
+    count_blocks: Program
+    audit: Program
+
+
+@functools.lru_cache(maxsize=16)
+def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
+    """Jitted, not yet compiled; engines of the same model shape and configuration share them."""
+
+    def program(step: Callable, rows: int, tokens: int) -> tuple[PlanLayout, Program]:
+        layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, rows, tokens)
+        spec = StepSpec(graphdef, config, layout)
+        return layout, jax.jit(functools.partial(step, spec), donate_argnums=1)
+
+    return Programs(
+        decode={rows: program(decode_loop, rows, 0) for rows in config.decode_buckets},
+        mixed={t: program(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
+        count_blocks=jax.jit(functools.partial(count_blocks, block_size=config.block_size)),
+        audit=jax.jit(functools.partial(audit, block_size=config.block_size)),
+    )
+
+
+class Runner:
+    """Runs schedules on the device, in the order they are dispatched."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.params = loaded.params
+        self.programs = build_programs(loaded.graphdef, config)
+        self.state = init_state(loaded.config, config, dtype)
+
+    def dispatch(self, schedule: Schedule) -> Dispatched:
+        """Start a step and return without waiting for it."""
+        if schedule.prefill:
+            layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.num_tokens)]
+        else:
+            layout, program = self.programs.decode[pick_bucket(self.config.decode_buckets, len(schedule.decode))]
+        return self._run(layout, program, schedule)
+
+    def read(self, dispatched: Dispatched) -> StepResult:
+        """Wait for a step's result. Raises RuntimeError if its allocation failed: the host's count was wrong."""
+        result = unpack_result(np.asarray(dispatched.result), dispatched.rows)
+        if not result.ok:
+            raise RuntimeError(
+                "the block allocator ran out inside a step, although the scheduler counts every block before it "
+                f"admits: {result.num_free} blocks free, {dispatched.schedule.num_tokens} tokens scheduled. "
+                "This is a bug in jpaged; nothing was overwritten.")
+        return result
+
+    def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
+        """Compile every program by running it once on a plan without rows; nothing compiles after this."""
+        for kind, programs in (("decode", self.programs.decode), ("mixed", self.programs.mixed)):
+            for size, (layout, program) in programs.items():
+                if on_program:
+                    on_program(f"{kind} {size}")
+                jax.block_until_ready(self._run(layout, program, Schedule()).result)
+        self.count_blocks()
+        self.audit()
+
+    def count_blocks(self) -> BlockCounts:
+        """Blocks by state, once every dispatched step is done; Python ints."""
+        counts = jax.device_get(self.programs.count_blocks(self.state.pool, self.state.tables))
+        return BlockCounts(*map(int, counts))
+
+    def audit(self) -> None:
+        """Raise AllocatorError if the allocator's state breaks an invariant."""
+        check(self.programs.audit(self.state.pool, self.state.tables))
+
+    def _run(self, layout: PlanLayout, program: Program, schedule: Schedule) -> Dispatched:
+        self.state, result = program(self.params, self.state, pack_plan(schedule, layout))
+        return Dispatched(schedule, layout.rows, result)

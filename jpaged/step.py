@@ -1,0 +1,236 @@
+"""The step: commands, allocation, decoder, sampling, in one program that owns the engine's state.
+
+    mixed_step   packed rows of decoding sequences and prompt chunks; one token for each row that is sampled
+    decode_loop  up to `num_steps` iterations over decoding sequences with no word from the host between them
+
+Both take (params, state, packed plan) and return (state, packed result). Rows name slots; padding rows name slot S,
+where gathers give 0 and scatters drop. R rows, T tokens, S slots, M blocks a table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jpaged_models import Decoder, merge_params, paged_attend
+from jpaged_models.paged import PagedBatch
+
+from jpaged.allocator import grow, release
+from jpaged.config import EngineConfig
+from jpaged.plan import Plan, PlanLayout, unpack_plan
+from jpaged.sampling import SamplingState, sample
+from jpaged.state import EngineState, SlotState, admit
+
+HEAD_ROWS = (8, 32, 128)  # row counts the head is compiled for in a mixed step, besides all of its rows
+Params = Mapping[str, jax.Array]
+
+
+class StepResult(NamedTuple):
+    """A step's packed result on the host."""
+
+    tokens: np.ndarray  # i32[K, R], -1: none
+    left: np.ndarray  # i32[R]
+    ok: bool  # False: the allocator ran out and the step changed nothing, which is a bug of the host's count
+    iterations: int
+    num_free: int  # blocks, when the step was done
+    num_tokens: int  # in the cache, when the step was done
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The static part of a step: how to build its program."""
+
+    graphdef: nnx.GraphDef
+    config: EngineConfig
+    layout: PlanLayout
+
+
+# ---------------------------------------------------------------- the two programs
+
+
+def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
+    """One step over packed rows of any lengths. packed i32[layout.size] -> result with K = 1."""
+    block_size, layout = spec.config.block_size, spec.layout
+    plan = unpack_plan(packed, layout)
+    assert plan.lengths is not None and plan.tokens is not None
+    state = _apply_commands(state, plan, block_size)
+    row = jnp.arange(layout.rows)
+    lengths = jnp.where(row < plan.num_rows, plan.lengths, 0)  # [R]
+    state, ok = _grow_rows(state, plan.slots, lengths, block_size, -(-layout.tokens // block_size) + 1)
+    lengths = jnp.where(ok, lengths, 0)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])  # [R + 1]
+
+    tables = state.tables.blocks.at[plan.slots].get(mode="fill", fill_value=0)  # [R, M]
+    kv_lengths = jnp.where(lengths > 0, state.tables.length.at[plan.slots].get(mode="fill", fill_value=0), 0)
+    token = jnp.arange(layout.tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")  # [T]; R for padding
+    offset = (kv_lengths - starts[1:]).at[owner].get(mode="fill", fill_value=0)
+    valid = token < starts[-1]
+    positions = jnp.where(valid, token + offset, 0)
+    last = state.slots.last_token.at[plan.slots.at[owner].get(mode="fill", fill_value=layout.num_slots)]
+    tokens = jnp.where(owner < plan.num_decode, last.get(mode="fill", fill_value=0), plan.tokens)
+
+    batch = PagedBatch(
+        block_tables=tables,
+        kv_lengths=kv_lengths,
+        write_slots=_write_slots(tables, owner, positions, valid, block_size),
+        query_starts=starts,
+        num_decode=jnp.where(ok, plan.num_decode, 0),
+    )
+    model = merge_params(spec.graphdef, params)
+    attend = paged_attend(batch, spec.config.attention_backend)
+    hidden, cache = model(tokens, positions, state.cache, attend)
+    final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")  # [R, H] last token of each row
+    sampled = (row < plan.num_sampled) & ok
+    drawn = _sample_prefix(model, final, _gather_sampling(state.slots, plan.slots), kv_lengths, plan.num_sampled)
+    slots, left = _emit(state.slots, plan.slots, drawn, sampled)
+    state = state._replace(cache=cache, slots=slots)
+    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state)
+
+
+def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
+    """plan.num_steps decode iterations, or fewer: it ends when every row has, or, with plan.stop_early, when any has.
+
+    Result with K = config.decode_steps. With stop_early and a row that had ended before, one iteration runs.
+    """
+    config, layout = spec.config, spec.layout
+    plan = unpack_plan(packed, layout)
+    state = _apply_commands(state, plan, config.block_size)
+    model = merge_params(spec.graphdef, params)
+    in_rows = jnp.arange(layout.rows) < plan.num_rows
+    sampling = _gather_sampling(state.slots, plan.slots)
+
+    def left_in(slots: SlotState) -> jax.Array:
+        return jnp.where(in_rows, slots.left.at[plan.slots].get(mode="fill", fill_value=0), 0)
+
+    def unfinished(carry: tuple) -> jax.Array:
+        step, state, _, ok = carry
+        left = left_in(state.slots)
+        ended = jnp.any(in_rows & (left == 0))
+        return (step < plan.num_steps) & ok & jnp.any(left > 0) & ~(plan.stop_early & ended & (step > 0))
+
+    def iterate(carry: tuple) -> tuple:
+        step, state, out, _ = carry
+        active = left_in(state.slots) > 0
+        state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), config.block_size, 1)
+        active &= ok
+        state, drawn = _decode_rows(spec, model, state, plan.slots, active, sampling)
+        return step + 1, state, out.at[step].set(drawn, mode="drop"), ok
+
+    out = jnp.full((config.decode_steps, layout.rows), -1, jnp.int32)
+    steps, state, out, ok = lax.while_loop(unfinished, iterate, (jnp.int32(0), state, out, jnp.bool_(True)))
+    return state, _pack_result(out, left_in(state.slots), ok, steps, state)
+
+
+def unpack_result(packed: np.ndarray, rows: int) -> StepResult:
+    """The fields of a packed result of R rows."""
+    body = packed[:-4].reshape(-1, rows)
+    ok, iterations, num_free, num_tokens = packed[-4:].tolist()
+    return StepResult(body[:-1], body[-1], bool(ok), iterations, num_free, num_tokens)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _apply_commands(state: EngineState, plan: Plan, block_size: int) -> EngineState:
+    """Blocks that the host gives back go first, so that this very step can hand them out again."""
+    pool, tables = release(state.pool, state.tables, plan.release, block_size=block_size)
+    return state._replace(pool=pool, tables=tables, slots=admit(state.slots, plan))
+
+
+def _grow_rows(
+    state: EngineState, slots: jax.Array, added: jax.Array, block_size: int, most_blocks: int
+) -> tuple[EngineState, jax.Array]:
+    """Lengthen the rows' sequences by added i32[R] tokens. Returns (state, ok bool[])."""
+    length = state.tables.length.at[slots].add(added, mode="drop")
+    most_blocks = min(most_blocks, state.tables.blocks.shape[1])
+    pool, tables, ok = grow(state.pool, state.tables, length, block_size=block_size, max_new_blocks=most_blocks)
+    return state._replace(pool=pool, tables=tables), ok
+
+
+def _decode_rows(
+    spec: StepSpec, model: Decoder, state: EngineState, slots: jax.Array, active: jax.Array, sampling: SamplingState
+) -> tuple[EngineState, jax.Array]:
+    """One token for every row in active bool[R], whose table already has room. Returns (state, tokens i32[R])."""
+    block_size = spec.config.block_size
+    tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
+    lengths = jnp.where(active, state.tables.length.at[slots].get(mode="fill", fill_value=0), 0)
+    positions = jnp.maximum(lengths - 1, 0)
+    rows = jnp.arange(slots.shape[0])
+    batch = PagedBatch(
+        block_tables=tables,
+        kv_lengths=lengths,
+        write_slots=_write_slots(tables, rows, positions, active, block_size),
+        query_starts=None,
+        num_decode=None,
+    )
+    tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
+    hidden, cache = model(tokens, positions, state.cache, paged_attend(batch, spec.config.attention_backend))
+    drawn = sample(model.logits(hidden), sampling, lengths)
+    slot_state, _ = _emit(state.slots, slots, drawn, active)
+    return state._replace(cache=cache, slots=slot_state), jnp.where(active, drawn, -1)
+
+
+def _write_slots(
+    tables: jax.Array, owner: jax.Array, positions: jax.Array, valid: jax.Array, block_size: int
+) -> jax.Array:
+    """i32[T]: block * block_size + offset for each token; tokens that are padding go to the null block."""
+    block = tables.at[owner, positions // block_size].get(mode="fill", fill_value=0)
+    return jnp.where(valid, block, 0) * block_size + positions % block_size
+
+
+def _gather_sampling(slots: SlotState, rows: jax.Array) -> SamplingState:
+    return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), slots.sampling)
+
+
+def _sample_prefix(
+    model: Decoder, hidden: jax.Array, sampling: SamplingState, positions: jax.Array, num_sampled: jax.Array
+) -> jax.Array:
+    """Tokens i32[R] for the first num_sampled rows of hidden [R, H]; the others get 0.
+
+    The head is the widest product of a step and most rows of a prefill step need none: it runs on the smallest of
+    a few row counts that covers them.
+    """
+    rows = hidden.shape[0]
+    sizes = [*(n for n in HEAD_ROWS if n < rows), rows]
+
+    def head(count: int):
+        def run() -> jax.Array:
+            params = jax.tree.map(lambda x: x[:count], sampling)
+            drawn = sample(model.logits(hidden[:count]), params, positions[:count])
+            return jnp.pad(drawn, (0, rows - count))
+
+        return run
+
+    branches = [lambda: jnp.zeros(rows, jnp.int32), *map(head, sizes)]
+    index = jnp.searchsorted(jnp.array([0, *sizes]), num_sampled, side="left", method="compare_all")
+    return lax.switch(index, branches)
+
+
+def _emit(slots: SlotState, rows: jax.Array, tokens: jax.Array, sampled: jax.Array) -> tuple[SlotState, jax.Array]:
+    """Record sampled tokens i32[R]; a stop id or the last allowed token ends its row. Returns (slots, left i32[R])."""
+    stop_ids = slots.stop_ids.at[rows].get(mode="fill", fill_value=-1)  # [R, E]
+    left = slots.left.at[rows].get(mode="fill", fill_value=0)
+    stopped = jnp.any(tokens[:, None] == stop_ids, axis=1)
+    left = jnp.where(sampled, jnp.where(stopped, 0, left - 1), left)
+    target = jnp.where(sampled, rows, slots.left.shape[0])
+    return (
+        slots._replace(
+            last_token=slots.last_token.at[target].set(tokens, mode="drop"),
+            left=slots.left.at[target].set(left, mode="drop"),
+        ),
+        left,
+    )
+
+
+def _pack_result(
+    tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState
+) -> jax.Array:
+    counts = [ok.astype(jnp.int32), steps, state.pool.num_free, state.tables.length.sum(dtype=jnp.int32)]
+    return jnp.concatenate([tokens.reshape(-1), left, jnp.stack(counts)])

@@ -1,0 +1,224 @@
+"""The scheduler against a device in plain Python: exact tokens, exact block counts, nothing lost or repeated."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jpaged.config import EngineConfig
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import Scheduler
+
+from fake_device import FakeDevice, expected_output
+
+
+def make_config(**changes) -> EngineConfig:
+    sizes = dict(num_blocks=33, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+    return EngineConfig(**{**sizes, **changes})
+
+
+def make_request(name, prompt_len=5, max_tokens=8, stop=(), eos=frozenset()) -> Request:
+    prompt = [(13 * i + 7 * len(name) + hash_name(name)) % 97 for i in range(prompt_len)]
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
+    return Request(name, prompt, params, max_tokens=max_tokens, seed=0, eos_token_ids=eos)
+
+
+def hash_name(name: str) -> int:
+    return sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
+
+
+class Loop:
+    """The engine's loop without a device: the result of a step is read `delay` steps late."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(self.scheduler)
+        self.pending = None
+        self.plans = []
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        current = (plan, *self.device.run(plan)) if plan.has_rows or plan.release else None
+        if plan.has_rows:
+            self.plans.append(plan)
+        done = current
+        if self.scheduler.config.async_scheduling:
+            done, self.pending = self.pending, current
+        if done:
+            self.scheduler.update(*done)
+        else:
+            assert self.pending or not self.scheduler.has_unfinished(), "nothing runs and nothing waits: stuck"
+        # The host's count never says more is free than really is.
+        counted = int(self.scheduler.reserved.sum())
+        assert counted == self.scheduler.reserved_total
+        assert self.device.used_blocks <= counted
+
+    def run(self, limit=10_000):
+        for _ in range(limit):
+            if not (self.pending or self.scheduler.has_unfinished()):
+                assert self.scheduler.free_blocks == self.scheduler.usable_blocks
+                assert self.device.used_blocks == 0
+                assert not self.scheduler.in_flight.any()
+                assert len(self.scheduler.free_slots) == self.scheduler.config.max_num_seqs
+                return
+            self.step()
+        raise AssertionError("did not finish")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("decode_steps", [1, 5])
+def test_more_requests_than_memory(async_scheduling, decode_steps):
+    """200 requests of mixed length, KV for about four: all right, none lost, preemption happens."""
+    rng = np.random.default_rng(0)
+    config = make_config(num_blocks=30, max_num_seqs=8, watermark=0.0, async_scheduling=async_scheduling,
+                         decode_steps=decode_steps)
+    loop = Loop(config)
+    requests = [
+        make_request(f"r{i}", int(rng.integers(1, 40)), int(rng.integers(1, 24)), eos=frozenset({3, 50}))
+        for i in range(200)
+    ]
+    for request in requests:
+        loop.scheduler.add(request)
+    loop.run()
+    for request in requests:
+        assert request.output_token_ids == expected_output(request)
+        assert request.finish_reason == ("stop" if request.output_token_ids[-1] in request.stop_ids else "length")
+    assert loop.scheduler.num_preemptions > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_traffic(data):
+    """Arrivals, aborts, early stops and preemption in any order, for any sizes."""
+    block_size = data.draw(st.sampled_from([1, 3, 8]))
+    max_len = data.draw(st.integers(6, 48))
+    blocks = -(-max_len // block_size) + data.draw(st.integers(0, 20))
+    config = make_config(
+        block_size=block_size,
+        max_model_len=max_len,
+        num_blocks=blocks + 1,
+        max_num_seqs=data.draw(st.integers(1, 9)),
+        max_num_batched_tokens=data.draw(st.sampled_from([9, 33, 64])),
+        decode_steps=data.draw(st.integers(1, 6)),
+        watermark=data.draw(st.sampled_from([0.0, 0.1])),
+        async_scheduling=data.draw(st.booleans()),
+        max_stop_ids=data.draw(st.sampled_from([1, 4])),
+    )
+    loop, live = Loop(config), []
+    for number in range(data.draw(st.integers(1, 25))):
+        prompt_len = data.draw(st.integers(1, max_len - 1))
+        stop = tuple(data.draw(st.lists(st.integers(0, 96), max_size=3)))
+        request = make_request(f"r{number}", prompt_len, data.draw(st.integers(1, max_len - prompt_len)), stop)
+        loop.scheduler.add(request)
+        live.append(request)
+        for _ in range(data.draw(st.integers(0, 3))):
+            loop.step()
+        if data.draw(st.integers(0, 5)) == 0:
+            loop.scheduler.abort(data.draw(st.sampled_from(live)))
+    loop.run()
+    for request in live:
+        expected = expected_output(request)
+        if request.finish_reason == "abort":
+            assert request.output_token_ids == expected[: len(request.output_token_ids)]
+        else:
+            assert request.output_token_ids == expected
+
+
+def test_first_come_first_served():
+    """Requests start in order of arrival, even where a later and shorter one would fit."""
+    loop = Loop(make_config(num_blocks=17, watermark=0.0))
+    sizes = [30, 40, 3, 3]
+    requests = [make_request(f"r{i}", n, 8) for i, n in enumerate(sizes)]
+    for request in requests:
+        loop.scheduler.add(request)
+    started = []
+    while loop.scheduler.has_unfinished() or loop.pending:
+        loop.step()
+        started += [request for plan in loop.plans[-1:] for request in plan.admit if request not in started]
+    assert started == requests
+
+
+def test_preempted_runs_first_again():
+    """The victim is the one that came last, and it goes before all who wait."""
+    loop = Loop(make_config(num_blocks=17, max_num_seqs=2, watermark=0.0))
+    first, second, third = (make_request(name, 20, 30) for name in "abc")
+    for request in (first, second, third):
+        loop.scheduler.add(request)
+    while not loop.scheduler.num_preemptions:
+        loop.step()
+    assert next(iter(loop.scheduler.waiting)) is second
+    loop.run()
+    assert [r.num_preemptions for r in (first, second, third)][0] == 0
+    assert [len(r.output_token_ids) for r in (first, second, third)] == [30, 30, 30]
+
+
+def test_watermark_is_waived_when_idle():
+    config = make_config(num_blocks=17, max_model_len=64, watermark=0.5)
+    loop = Loop(config)
+    request = make_request("big", 60, 4)
+    loop.scheduler.add(request)
+    loop.run()
+    assert request.output_token_ids == expected_output(request)
+
+
+def test_watermark_holds_back_admission():
+    loop = Loop(make_config(num_blocks=17, watermark=0.5, max_num_seqs=4))
+    for name in "abc":
+        loop.scheduler.add(make_request(name, 16, 4))
+    loop.step()
+    assert len(loop.scheduler.running) == 2  # 4 + 4 of 16 blocks; a third would leave less than 8 free
+    loop.run()
+
+
+def test_prompt_that_never_fits_is_refused():
+    scheduler = Scheduler(make_config())
+    with pytest.raises(ValueError, match=r"64 tokens; at most 63"):
+        scheduler.add(make_request("long", 64, 1))
+    assert not scheduler.has_unfinished()
+
+
+def test_chunks_mix_with_decode():
+    """A long prompt enters in chunks while another sequence goes on decoding every step."""
+    loop = Loop(make_config(max_num_batched_tokens=8, async_scheduling=False))
+    short, long = make_request("s", 2, 30), make_request("l", 40, 2)
+    loop.scheduler.add(short)
+    loop.step()
+    loop.scheduler.add(long)
+    loop.run()
+    mixed = [plan for plan in loop.plans if plan.prefill and plan.prefill[0].request is long]
+    assert len(mixed) == 6 and all(plan.decode == [short] for plan in mixed)
+    assert [chunk.length for plan in mixed for chunk in plan.prefill] == [7, 7, 7, 7, 7, 5]
+
+
+def test_cost_does_not_grow_with_the_queue():
+    """Bytecode lines executed by a step (not seconds): the same with 10, 1,000 and 100,000 waiting."""
+
+    def lines(waiting: int) -> int:
+        scheduler = Scheduler(make_config(async_scheduling=False))
+        device = FakeDevice(scheduler)
+        requests = [make_request(f"r{i}", 9, 9) for i in range(waiting)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(3):
+            plan = scheduler.schedule()
+            scheduler.update(plan, *device.run(plan))
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            scheduler.abort(requests[-2])  # from the middle of the queue
+            for _ in range(3):
+                plan = scheduler.schedule()
+                scheduler.update(plan, *device.run(plan))
+        finally:
+            sys.settrace(None)
+        return count
+
+    assert lines(1_000) == lines(10) == lines(100_000)
