@@ -4,7 +4,8 @@ from .config import ModelConfig
 from .decoder import Attend, Decoder
 from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
-from .load import LoadedModel, load_model
+from .load import LoadedModel, load_model, load_tokenizer
+from .orbax_checkpoint import save_checkpoint
 from .paged import init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
@@ -21,7 +22,9 @@ __all__ = [
     "flatten_params",
     "init_cache",
     "load_model",
+    "load_tokenizer",
     "merge_params",
     "paged_attend",
     "param_shapes",
+    "save_checkpoint",
 ]

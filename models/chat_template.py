@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs from a checkpoint, rendered in a sandbox the way transformers renders them."""
+"""Chat templates: Jinja programs from a checkpoint, rendered in a sandbox as transformers does."""
 
 import datetime
 import json

@@ -111,7 +111,7 @@ class ModelConfig:
         )
 
     def with_max_length(self, length: int) -> "ModelConfig":
-        """This config for sequences of at most ``length`` tokens (matters to the ``longrope`` scaling only)."""
+        """This config for sequences of at most ``length`` tokens (``longrope`` alone cares)."""
         if self.rope.kind != "longrope":
             return self
         use_long = length > self.rope.original_max_positions
@@ -159,6 +159,6 @@ def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
         slides = bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 28) < layers
     if slides:
         raise ConfigError(
-            f"sliding window attention (sliding_window={window}) is not supported; allowed: null, or at least "
-            f"max_position_embeddings ({hf['max_position_embeddings']})"
+            f"sliding window attention (sliding_window={window}) is not supported; allowed: null, or at "
+            f"least max_position_embeddings ({hf['max_position_embeddings']})"
         )

@@ -3,8 +3,8 @@
 Letters in shapes: T packed tokens of all sequences, H hidden, F feed-forward, V vocabulary,
 Hq query heads, Hkv key/value heads, D head size.
 
-The decoder knows nothing of paging. It hands q, k, v of every layer to ``attend``, which stores k and v in that
-layer's cache as it likes and returns what the queries see.
+The decoder knows nothing of paging. It hands q, k, v of every layer to ``attend``, which stores k and v in
+that layer's cache as it likes and returns what the queries see.
 """
 
 from collections.abc import Callable

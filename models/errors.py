@@ -1,4 +1,4 @@
-"""Errors a checkpoint or its configuration can cause. All are ``ValueError``s: catch that to catch them all."""
+"""Errors a checkpoint or its configuration can cause. All are ``ValueError``s."""
 
 
 class ConfigError(ValueError):

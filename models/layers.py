@@ -1,4 +1,4 @@
-"""The two layers everything is made of. Weights are ``[in, out]``; products and norms accumulate in float32."""
+"""The two layers everything is made of. Weights are ``[in, out]``; sums are in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jax import lax
 def matmul(x: jax.Array, weight: jax.Array, contract: int = 0) -> jax.Array:
     """f32[T, out] = x [T, in] times weight [in, out] (``contract=1``: weight [out, in]).
 
-    The float32 result type is not only for accuracy: with bfloat16 operands XLA:CPU takes its fast path only then.
-    For float32 operands ask for real float32 products on accelerators too.
+    The float32 result type is not only for accuracy: with bfloat16 operands XLA:CPU takes its fast path only
+    then. For float32 operands ask for real float32 products on accelerators too.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(

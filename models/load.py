@@ -1,20 +1,26 @@
 """One call from a name to a model: a Hugging Face folder or hub id, a GGUF file, or our own checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 from flax import nnx
 from jax.sharding import Sharding
 
+from . import hub, orbax_checkpoint
 from .config import ModelConfig
 from .errors import CheckpointError
 from .generation import GenerationDefaults
+from .gguf_file import GgufFile
+from .gguf_loader import GgufSource, gguf_config, gguf_generation
+from .gguf_tokenizer import gguf_tokenizer
 from .jsonfile import read_object
 from .safetensors_loader import SafetensorsSource
 from .tokenizer import Tokenizer
 from .weights import DTYPES, load_params
+
+Shardings = Mapping[str, Sharding] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,56 +39,76 @@ def load_model(
     dtype: str = "auto",
     tokenizer: str | Path | Tokenizer | None = None,
     *,
-    shardings: Mapping[str, Sharding] | None = None,
+    shardings: Shardings = None,
 ) -> LoadedModel:
     """Load a model from a folder, a ``.gguf`` file, a checkpoint written by ``save_checkpoint``, or a hub id.
 
     ``dtype``: "auto" (as stored; float16 and quantised weights become bfloat16), "float32" or "bfloat16".
-    ``tokenizer``: another folder, hub id or ``Tokenizer`` to use; by default the model's own, None if it has none.
-    ``shardings``: where to put the parameters it names, by their names in ``params``.
+    ``tokenizer``: another folder, ``.gguf`` file, hub id or ``Tokenizer`` to use in place of the model's own.
+    ``shardings``: where to put the parameters it names, by their names in ``params``; default: one device.
     Raises ``ValueError`` (``ConfigError``, ``CheckpointError``) saying what is wrong with the checkpoint.
+    The tokenizer is None if the model has none and none is given.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
     path = resolve(path_or_id)
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     if path.is_file():
-        raise CheckpointError(f"{path} is not a model: expected a folder")
-    return load_hf_folder(path, dtype, tokenizer, shardings)
+        return _load_gguf(path, dtype, given, shardings)
+    if orbax_checkpoint.is_checkpoint(path):
+        return _load_orbax(path, dtype, given, shardings)
+    return _load_folder(path, dtype, given, shardings)
+
+
+def load_tokenizer(source: str | Path | Tokenizer) -> Tokenizer:
+    """The tokenizer of a folder, GGUF file, or hub id (a ``Tokenizer`` is returned as it is)."""
+    if isinstance(source, Tokenizer):
+        return source
+    path = resolve(source)
+    if path.is_file():
+        found = gguf_tokenizer(GgufFile(path).metadata)
+    elif orbax_checkpoint.is_checkpoint(path):
+        found = orbax_checkpoint.read_tokenizer(path)
+    else:
+        found = Tokenizer.from_folder(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no tokenizer")
+    return found
 
 
 def resolve(path_or_id: str | Path) -> Path:
+    """The local path of a model; a hub id is downloaded (or found in the cache) if no such path exists."""
     path = Path(path_or_id).expanduser()
     if path.exists():
         return path
-    raise CheckpointError(f"{path} does not exist")
-
-
-def load_hf_folder(
-    folder: Path,
-    dtype: str,
-    tokenizer: str | Path | Tokenizer | None,
-    shardings: Mapping[str, Sharding] | None,
-) -> LoadedModel:
-    """Load a folder in Hugging Face's layout: config.json, safetensors, and optionally the tokenizer's files."""
-    config = ModelConfig.from_hf(read_object(folder / "config.json"))
-    generation = GenerationDefaults.from_hf(
-        read_object(folder / "generation_config.json", optional=True), config
+    if isinstance(path_or_id, str) and hub.is_hub_id(path_or_id):
+        return hub.download(path_or_id)
+    raise CheckpointError(
+        f"there is no model at {str(path_or_id)!r}; allowed: a folder, a .gguf file or a hub id (owner/name)"
     )
-    own = _own_tokenizer(folder)
+
+
+def _load_folder(folder: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+    config = ModelConfig.from_hf(read_object(folder / "config.json"))
+    recommended = read_object(folder / "generation_config.json", optional=True)
+    if tokenizer is None and (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
     graphdef, params = load_params(config, SafetensorsSource(folder), dtype, shardings)
-    return LoadedModel(config, graphdef, params, pick_tokenizer(tokenizer, own), generation)
+    return LoadedModel(config, graphdef, params, tokenizer, GenerationDefaults.from_hf(recommended, config))
 
 
-def _own_tokenizer(folder: Path) -> Callable[[], Tokenizer | None]:
-    return lambda: Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+def _load_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+    file = GgufFile(path)
+    config = gguf_config(file)
+    if tokenizer is None:
+        tokenizer = gguf_tokenizer(file.metadata)
+    graphdef, params = load_params(config, GgufSource(file, config), dtype, shardings)
+    return LoadedModel(config, graphdef, params, tokenizer, gguf_generation(file))
 
 
-def pick_tokenizer(
-    asked: str | Path | Tokenizer | None, own: Callable[[], Tokenizer | None]
-) -> Tokenizer | None:
-    """The tokenizer asked for, else the model's own."""
-    if asked is None:
-        return own()
-    if isinstance(asked, Tokenizer):
-        return asked
-    return Tokenizer.from_folder(resolve(asked))
+def _load_orbax(folder: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+    config, generation, stored = orbax_checkpoint.read_manifest(folder)
+    if tokenizer is None:
+        tokenizer = orbax_checkpoint.read_tokenizer(folder)
+    graphdef, params = orbax_checkpoint.restore_params(folder, config, stored, dtype, shardings)
+    return LoadedModel(config, graphdef, params, tokenizer, generation)

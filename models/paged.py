@@ -15,7 +15,7 @@ LayerPages = tuple[jax.Array, jax.Array]  # k_pages, v_pages: [N, Hkv, B, D] eac
 def init_cache(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype
 ) -> tuple[LayerPages, ...]:
-    """Zeroed pages of ``num_blocks`` blocks (block 0 is the null block) for every layer, each its own buffer."""
+    """Zeroed pages of ``num_blocks`` blocks (block 0 is the null block) per layer, each its own buffer."""
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -27,7 +27,7 @@ def init_cache(
 
 
 def paged_attend(batch: PagedBatch, backend: str = "auto") -> Attend:
-    """An ``attend`` that writes the new keys and values to their slots, then lets the queries read the pages."""
+    """An ``attend`` that writes new keys and values to their slots, then lets the queries read pages."""
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages, scale: float

@@ -1,7 +1,7 @@
 """A decoder as a static graph and a flat dict of arrays, the form that is cheap to pass to a jitted step.
 
-Names are dotted paths, for example ``layers.0.attention.qkv.weight``. Flattening a dict of arrays costs the host
-far less per step than flattening thousands of nnx variables; ``merge_params`` runs at trace time only.
+Names are dotted paths, for example ``layers.0.attention.qkv.weight``. Flattening a dict of arrays costs the
+host far less per step than flattening thousands of nnx variables; ``merge_params`` runs at trace time only.
 """
 
 from collections.abc import Mapping

@@ -2,14 +2,14 @@
 
 Frequencies follow ``transformers.modeling_rope_utils`` in float32, so that logits agree with it.
 
-Two scalings depend on a sequence's length in transformers, which rotates a token differently according to what
-stands after it. In a paged cache a key is rotated once and kept, and a token must not depend on how its prompt
-was cut into chunks, so here the rotation is a function of the position alone:
+In transformers two scalings depend on a sequence's length, so that a token is rotated according to what
+stands after it. In a paged cache a key is rotated once and kept, and a token must not depend on how its
+prompt was cut into chunks, so here the rotation is a function of the position alone:
 
-* ``dynamic``: position p uses the base for length p + 1. That is what transformers does token by token, and all
-  it does up to ``max_position_embeddings``; it differs only for a *prompt* longer than that.
-* ``longrope``: the long factors if the longest servable sequence exceeds the original context, else the short
-  ones (vLLM's rule). ``ModelConfig.with_max_length`` chooses.
+* ``dynamic``: position p uses the base for length p + 1. That is what transformers does token by token, and
+  all it does up to ``max_position_embeddings``; it differs only for a *prompt* longer than that.
+* ``longrope``: the long factors if the longest servable sequence exceeds the original context, else the
+  short ones (vLLM's rule). ``ModelConfig.with_max_length`` chooses.
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
-    """A linear ramp over dimensions between keeping (fast waves) and stretching by ``factor`` (slow waves)."""
+    """A linear ramp over dimensions from keeping (fast waves) to stretching (slow waves)."""
 
     def dimension_of(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
@@ -187,7 +187,7 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, f32[T, head_dim / 2] each, for ``positions`` i32[T]; computed once a step for all layers."""
+    """cos and sin, f32[T, head_dim / 2] each, of positions i32[T]: once a step for all layers."""
     position = positions.astype(jnp.float32)[:, None]
     if rope.kind == "dynamic":
         # the base grows with the length; written as a factor of the plain frequencies
@@ -202,7 +202,7 @@ def rotary_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [T, heads, D] by a ``rotary_table``: dimension i turns with i + D/2 (the Hugging Face pairing)."""
+    """Rotate x [T, heads, D] by a ``rotary_table``: dimension i turns with i + D/2 (Hugging Face's pairs)."""
     cos, sin = (t[:, None, :] for t in table)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,8 +1,8 @@
 """Safetensors files, one or sharded, read one tensor at a time.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
-``{name: {"dtype", "shape", "data_offsets"}}``, then the data. Tensors are read with plain reads, not through a
-memory map: mapped pages that were touched would count as a second copy of the weights in the process's memory.
+``{name: {"dtype", "shape", "data_offsets"}}``, then the data. Tensors are read with plain reads, not through
+a memory map: mapped pages once touched would count as a second copy of the weights in the process's memory.
 """
 
 import math
@@ -28,7 +28,7 @@ class _Stored(NamedTuple):
 
 
 class SafetensorsSource:
-    """The tensors of a folder: ``model.safetensors``, or the shards ``model.safetensors.index.json`` lists."""
+    """The tensors of a folder: ``model.safetensors``, or the shards its index lists."""
 
     def __init__(self, folder: Path):
         self._tensors: dict[str, _Stored] = {}

@@ -34,7 +34,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Read ``tokenizer.json`` with ``tokenizer_config.json`` and ``chat_template.jinja`` where present."""
+        """Read ``tokenizer.json`` and, if there, ``tokenizer_config.json`` and ``chat_template.jinja``."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(
@@ -65,7 +65,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with ``add_special_tokens`` also those the tokenizer always adds (often BOS)."""
+        """Token ids of ``text``; with ``add_special_tokens`` also those it always adds (often BOS)."""
         if not isinstance(text, str):
             raise ValueError(f"text to encode must be a str, got {type(text).__name__}")
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text by the tokenizer alone; ``LoadedModel.generation`` has the checkpoint's full list."""
+        """The tokenizer's own end; ``LoadedModel.generation`` has the checkpoint's full list."""
         eos = self._special_id("eos_token")
         return () if eos is None else (eos,)
 
@@ -98,7 +98,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation. Encode it with ``add_special_tokens=False``: it holds them already.
+        """The prompt text of a conversation. Encode it with ``add_special_tokens=False``: it has them.
 
         Raises ``ValueError`` without a template, and ``ChatTemplateError`` (a ValueError) when it fails.
         """

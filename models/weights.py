@@ -1,7 +1,7 @@
 """From named Hugging Face tensors, wherever they are read from, to this decoder's parameters.
 
-A source hands out one tensor at a time; each parameter is assembled in a host buffer of its own (transposed to
-``[in, out]``, q/k/v and gate/up fused), put on the device and dropped. So the peak of host memory is the
+A source hands out one tensor at a time; each parameter is assembled in a host buffer of its own (transposed
+to ``[in, out]``, q/k/v and gate/up fused), put on the device and dropped. So the peak of host memory is the
 parameters plus about two tensors, not two copies of the model.
 """
 
@@ -53,7 +53,7 @@ class DictSource:
 
 
 class Recipe(NamedTuple):
-    """How one parameter is made: these tensors, transposed if matrices, side by side along their output axis."""
+    """How one parameter is made: these tensors side by side along their output axis."""
 
     parts: dict[str, Shape]
     transpose: bool = False
@@ -96,7 +96,7 @@ def recipes(c: ModelConfig) -> dict[str, Recipe]:
 
 
 def resolve_dtype(dtype: str, stored: np.dtype | str | None) -> np.dtype:
-    """The dtype to compute in: as asked, or for "auto" as stored, with float16 (and anything odd) as bfloat16."""
+    """The dtype to compute in: as asked, or for "auto" as stored, but float16 as bfloat16."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
     if dtype == "auto":
@@ -129,7 +129,7 @@ def load_params(
 
 
 def check_tensors(config: ModelConfig, made: Mapping[str, Recipe], source: TensorSource) -> None:
-    """Compare what the config asks for with what the source has; raises ``CheckpointError`` on any difference."""
+    """Compare what the config asks for with what the source has; ``CheckpointError`` on any difference."""
     wanted = {name: shape for recipe in made.values() for name, shape in recipe.parts.items()}
     found = {
         name: tuple(shape)

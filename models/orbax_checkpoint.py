@@ -1,0 +1,123 @@
+"""This project's own checkpoint: parameters as Orbax arrays, ready to restore in any sharding.
+
+folder/
+    jpaged.json     format, configuration, generation defaults (written last: a mark of completeness)
+    tokenizer/      as a Hugging Face folder (absent without a tokenizer)
+    params/         one Orbax array for each parameter, in this decoder's layout (fused, ``[in, out]``)
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from .config import ModelConfig
+from .errors import CheckpointError
+from .generation import GenerationDefaults
+from .jsonfile import read_object
+from .params import param_shapes
+from .tokenizer import Tokenizer
+from .weights import Shape, resolve_dtype
+
+if TYPE_CHECKING:
+    from .load import LoadedModel
+
+MANIFEST = "jpaged.json"
+_FORMAT = 1
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is one of ours."""
+    return (folder / MANIFEST).is_file()
+
+
+def save_checkpoint(path: str | Path, loaded: "LoadedModel") -> None:
+    """Write ``loaded`` to the folder ``path``, which must not exist yet or be empty (``ValueError``)."""
+    import orbax.checkpoint as ocp  # slow to import, and only needed here
+
+    folder = Path(path).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists and is not an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "params", loaded.params)
+    if loaded.tokenizer is not None:
+        (folder / "tokenizer").mkdir()
+        loaded.tokenizer.save(folder / "tokenizer")
+    manifest = {
+        "format": _FORMAT,
+        "dtype": str(loaded.params["embedding"].dtype),
+        "config": loaded.config.to_dict(),
+        "generation": loaded.generation.to_dict(),
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> tuple[ModelConfig, GenerationDefaults, str]:
+    """Configuration, generation defaults and the stored dtype. Raises ``CheckpointError``."""
+    manifest = read_object(folder / MANIFEST)
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{folder / MANIFEST}: format {manifest.get('format')!r} is not supported; allowed: {_FORMAT}"
+        )
+    try:
+        config, generation = manifest["config"], manifest["generation"]
+        return ModelConfig.from_dict(config), GenerationDefaults.from_dict(generation), manifest["dtype"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer stored with the parameters, if there is one."""
+    return Tokenizer.from_folder(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+
+
+def restore_params(
+    folder: Path,
+    config: ModelConfig,
+    stored_dtype: str,
+    dtype: str = "auto",
+    shardings: Mapping[str, Sharding] | None = None,
+) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:
+    """The graph and the parameters, each read straight into the sharding ``shardings`` names for it.
+
+    Raises ``CheckpointError`` naming missing, unexpected or misshaped arrays.
+    """
+    import orbax.checkpoint as ocp
+
+    graphdef, shapes = param_shapes(config, resolve_dtype(dtype, stored_dtype))
+    default = SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=(shardings or {}).get(name, default))
+        for name, leaf in shapes.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            metadata = checkpointer.metadata(folder / "params").item_metadata
+            found = {name: tuple(entry.shape) for name, entry in metadata.tree.items()}
+        except Exception as error:  # whatever the storage layers raise about a damaged folder
+            raise CheckpointError(f"{folder / 'params'} is damaged or not there: {error}") from error
+        _compare({name: leaf.shape for name, leaf in wanted.items()}, found, folder)
+        try:
+            return graphdef, checkpointer.restore(folder / "params", wanted)
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'params'} is damaged: {error}") from error
+
+
+def _compare(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    wrong = {
+        "missing": [n for n in wanted if n not in found],
+        "unexpected": [n for n in found if n not in wanted],
+        "misshaped": [
+            f"{n} {found[n]} (should be {s})" for n, s in wanted.items() if n in found and found[n] != s
+        ],
+    }
+    problems = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
+    if problems:
+        raise CheckpointError(f"{folder}: the arrays do not fit the config: " + "; ".join(problems))
