@@ -1,0 +1,272 @@
+"""Sampling on the device, inside the step: logits and per-row parameters in, one token id per row out.
+
+What a row asks for is data, so there is one program; rows are independent, so a row draws the same token
+whatever else is in the batch and wherever it sits. Order of the filters, as in vLLM: temperature, min_p,
+top_k, top_p (on what top_k left). Ties at a threshold are kept.
+
+Everything is expressed in *weights*, w = exp((logit - highest logit) / temperature): between 0 and 1, the
+most likely token has 1, so min_p is a threshold on w as it stands; and floats >= 0 order like their bits.
+
+No sort, no argmax, no noise per token: for [32, 49152] logits on two CPU cores XLA's argmax takes 3.6 ms, a
+top_k of 256 5, Gumbel noise 9 (hashed) to 13 (threefry), an elementwise pass 0.2 to 0.5. Hence
+  - greedy: the maximum, then the lowest id that has it (two passes);
+  - draw: sum the weights in pairs into a binary tree and walk down it, with a fresh random number at each
+    fork. As exact as the Gumbel trick, it costs one pass and log2(V) random numbers instead of V;
+  - top_k and top_p: bisect the bits of the threshold, over the few columns that can hold it (`_candidates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_DEPTH = 32  # the vocabulary as a matrix [_DEPTH, V / _DEPTH] when it is reduced by columns
+_CANDIDATE_COLUMNS = 128  # columns searched for a threshold before the whole vocabulary is
+_ONE_BITS = 0x3F800000  # bits of 1.0, the highest weight
+
+
+class SamplingState(NamedTuple):
+    """Sampling parameters of each row. A row with temperature 0 is greedy and ignores the others."""
+
+    temperature: jax.Array  # f32[R]
+    top_k: jax.Array  # i32[R], 0 = off
+    top_p: jax.Array  # f32[R], 1 = off
+    min_p: jax.Array  # f32[R], 0 = off
+    seed: jax.Array  # u32[R, 2], see `seed_words`
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """A 64-bit seed, signed or not, as the u32[2] that `SamplingState.seed` holds (high word first)."""
+    return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+
+
+def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax.Array:
+    """One token for each row: i32[R] from `logits` f32[R, V].
+
+    `position` i32[R], the place of the token in its sequence, is mixed with the row's seed: (seed, position)
+    names the random numbers. Tokens of logit -inf are never drawn; a row of nothing else, or with a NaN,
+    gives token 0. Greedy rows take the lowest id of the most likely tokens.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32[R, V], got {logits.dtype}{list(logits.shape)}")
+    num_rows, vocab = logits.shape
+    for name, value in (*params._asdict().items(), ("position", position)):
+        if value.shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{name} must have one entry for each of {num_rows} rows, got {list(value.shape)}"
+            )
+
+    peak = jnp.max(logits, axis=1)
+    ids = jnp.arange(vocab, dtype=jnp.int32)
+    greedy = jnp.min(jnp.where(logits == peak[:, None], ids, vocab), axis=1)
+    greedy = jnp.where(greedy < vocab, greedy, 0)  # NaN equals nothing
+    random = params.temperature > 0
+    top_k = jnp.where(random & (params.top_k < vocab), params.top_k, 0)
+    top_p = jnp.where(random, params.top_p, 1.0)
+    min_p = jnp.where(random, params.min_p, 0.0)
+    params = params._replace(top_k=top_k, top_p=top_p, min_p=min_p)
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+    def draw(weigh: Callable[[jax.Array, jax.Array, SamplingState], jax.Array]) -> jax.Array:
+        tokens = _draw(weigh(logits, peak, params), _uniforms(params.seed, position, vocab))
+        return jnp.where(random, tokens, greedy)
+
+    return lax.cond(
+        jnp.any(random),
+        lambda: lax.cond(jnp.any(filtered), lambda: draw(_filtered_weights), lambda: draw(_weights)),
+        lambda: greedy,
+    )
+
+
+def filtered_weights(logits: jax.Array, params: SamplingState) -> jax.Array:
+    """Weights f32[R, V] that random rows are drawn by: w of the tokens the filters keep, 0 of the others.
+
+    Probabilities are these over their sum. Rows with temperature 0 are treated as if it were 1.
+    """
+    return _filtered_weights(logits, jnp.max(logits, axis=1), params)
+
+
+def _weights(logits: jax.Array, peak: jax.Array, params: SamplingState) -> jax.Array:
+    """exp((logit - peak) / temperature), 1 at the peak even if it is inf, 0 everywhere if it is -inf."""
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+    return jnp.exp(jnp.where(logits == peak, 0.0, (logits - peak) / temperature))
+
+
+def _filtered_weights(logits: jax.Array, peak: jax.Array, params: SamplingState) -> jax.Array:
+    # The barrier: a threshold is the weight of some token, to be compared with that very number, not with one
+    # that a different fusion computed again.
+    weights = lax.optimization_barrier(_weights(logits, peak, params))
+    threshold = _threshold(weights, params)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+
+# --- thresholds ---
+
+
+def _threshold(weights: jax.Array, params: SamplingState) -> jax.Array:
+    """The least weight f32[R] that min_p, top_k and top_p keep in `weights` f32[R, V]."""
+    vocab = weights.shape[1]
+    lowest = _bits(params.min_p)
+    mass = jnp.sum(jnp.where(weights >= params.min_p[:, None], weights, 0.0), axis=1)
+    top_k, top_p = jnp.where(params.top_k < vocab, params.top_k, 0), params.top_p
+
+    def everywhere() -> jax.Array:
+        return _search(weights, jnp.zeros_like(lowest), lowest, mass, top_k, top_p)[0]
+
+    if -(-vocab // _DEPTH) <= 2 * _CANDIDATE_COLUMNS:
+        return everywhere()
+
+    values, floor = _candidates(weights)
+    threshold, found = _search(values, _bits(floor) + 1, lowest, mass, top_k, top_p)
+    # Row by row: what a row gets must not depend on whether another one needed the long way.
+    return lax.cond(jnp.all(found), lambda: threshold, lambda: jnp.where(found, threshold, everywhere()))
+
+
+def _candidates(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(values f32[R, C], floor f32[R]): `values` holds every weight above `floor`, and some others.
+
+    They are the _CANDIDATE_COLUMNS columns with the highest maxima of the vocabulary laid out as a matrix.
+    """
+    matrix = _as_matrix(weights)
+    maxima, columns = lax.top_k(jnp.max(matrix, axis=1), _CANDIDATE_COLUMNS)
+    values = jnp.take_along_axis(matrix, columns[:, None, :], axis=2, mode="promise_in_bounds")
+    return values.reshape(weights.shape[0], -1), maxima[:, -1]
+
+
+def _search(
+    values: jax.Array,
+    floor: jax.Array,
+    lowest: jax.Array,
+    mass: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(threshold f32[R], found bool[R]) among `values` f32[R, C].
+
+    `values` holds all weights of bits >= `floor` i32[R], and others. `lowest` i32[R] are the bits of the
+    min_p threshold, `mass` f32[R] is the total of the weights it keeps. found is False where the threshold
+    lies below the floor. Rows with top_k 0 and top_p 1 get `lowest`.
+    """
+
+    def count(bits: jax.Array) -> jax.Array:
+        return jnp.sum(values >= _floats(bits)[:, None], axis=1, dtype=jnp.int32)
+
+    def mass_of(bits: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(values >= _floats(bits)[:, None], values, 0.0), axis=1)
+
+    complete = floor <= lowest  # every weight that min_p keeps is there
+    low = jnp.maximum(floor, lowest)
+    limited = (top_k > 0) & (count(low) >= top_k)  # else there are no k tokens to keep, or they are not here
+    by_k = _bisect(low, limited, lambda bits: count(bits) >= top_k)
+    mass = jnp.where(limited, mass_of(by_k), mass)
+
+    cut = top_p < 1
+    target = top_p * mass
+    reached = mass_of(by_k) >= target
+    by_p = _bisect(by_k, cut & reached, lambda bits: mass_of(bits) >= target)
+    found = ((top_k == 0) | limited | complete) & (~cut | reached | complete)
+    return _floats(jnp.where(cut, by_p, jnp.where(limited, by_k, lowest))), found
+
+
+def _bisect(low: jax.Array, active: jax.Array, test: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The highest bits i32[R] that `test` bool[R] accepts, which accepts `low`; rows not active: `low`.
+
+    30 calls at most, none where no row is active.
+    """
+
+    def narrow(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        accepted = test(middle)
+        return jnp.where(accepted, middle, low), jnp.where(accepted | (middle == low), high, middle)
+
+    high = jnp.where(active, _ONE_BITS + 1, low + 1)  # nothing weighs more than 1
+    return lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), narrow, (low, high))[0]
+
+
+def _bits(weights: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(weights, jnp.int32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# --- drawing ---
+
+
+def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """A token i32[R] by weight from `weights` f32[R, V]; `uniforms` f32[R, _forks(V)] decides at each fork.
+
+    First among the columns of the matrix by their totals, then inside the column. Sums are halves added
+    elementwise, so their order is fixed here and does not depend on the number of rows.
+    """
+    matrix = _as_matrix(weights)
+    columns = matrix
+    while columns.shape[1] > 1:
+        columns = _add_halves(columns)
+    columns = columns[:, 0]
+    forks = _forks(columns.shape[1])
+    column = _walk(columns, uniforms[:, :forks])
+    inside = jnp.take_along_axis(matrix, column[:, None, None], axis=2, mode="promise_in_bounds")[:, :, 0]
+    return _walk(inside, uniforms[:, forks:]) * columns.shape[1] + column
+
+
+def _walk(leaves: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """A leaf i32[R] by weight from `leaves` f32[R, n]: down the binary tree of their sums.
+
+    At a fork the right side is taken with probability right / (left + right), and never if it is empty.
+    """
+    levels = [leaves]
+    while levels[-1].shape[1] > 1:
+        levels.append(_add_halves(levels[-1]))
+    row = jnp.arange(leaves.shape[0])
+    index = jnp.zeros_like(row)
+    for fork, level in enumerate(reversed(levels[:-1])):
+        half = _half(level.shape[1])
+        left = level.at[row, index].get(mode="promise_in_bounds")
+        right = level.at[row, index + half].get(mode="fill", fill_value=0.0)
+        go_right = (right > 0) & (uniforms[:, fork] * (left + right) >= left)
+        index = jnp.where(go_right, index + half, index)
+    return index.astype(jnp.int32)
+
+
+def _add_halves(values: jax.Array) -> jax.Array:
+    """[R, n, ...] -> [R, ceil(n / 2), ...]: the second half of axis 1 added to the first."""
+    half = _half(values.shape[1])
+    rest = [(0, 2 * half - values.shape[1]) if axis == 1 else (0, 0) for axis in range(values.ndim)]
+    return values[:, :half] + jnp.pad(values[:, half:], rest)
+
+
+def _half(n: int) -> int:
+    return (n + 1) // 2
+
+
+def _forks(leaves: int) -> int:
+    """Depth of the tree over `leaves` leaves."""
+    return (leaves - 1).bit_length()
+
+
+def _as_matrix(weights: jax.Array) -> jax.Array:
+    """[R, V] -> [R, _DEPTH, ceil(V / _DEPTH)], filled up with weights of 0."""
+    num_rows, vocab = weights.shape
+    width = -(-vocab // _DEPTH)
+    return jnp.pad(weights, ((0, 0), (0, _DEPTH * width - vocab))).reshape(num_rows, _DEPTH, width)
+
+
+def _uniforms(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """Numbers f32[R, n] in [0, 1) from `seed` u32[R, 2] and `position` i32[R], one a fork down to a token."""
+    forks = _forks(_DEPTH) + _forks(-(-vocab // _DEPTH))
+
+    def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.bits(key, (forks,), jnp.uint32)
+
+    return (jax.vmap(bits)(seed, position) >> 8).astype(jnp.float32) * 2.0**-24
