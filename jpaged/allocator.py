@@ -16,7 +16,7 @@ first, on S-sized arrays, and a refused one is turned into one that asks for not
 
 Cost. XLA runs a scatter serially on CPU and TPU, a few nanoseconds an index, so nothing scatters all S * M
 entries. An operation that touches whole rows walks over *tiles* of the rows really asked for, with a traced
-trip count (`_over_tiles`): none asked for, none walked. Tiles also put "the same block in two rows" in order:
+trip count (`over_tiles`): none asked for, none walked. Tiles also put "the same block in two rows" in order:
 counts go down one tile after the other, and the tile that brings a block to zero frees it.
 
 Negative indices wrap around in JAX even with `mode="drop"`, so ids that come from outside are range-checked
@@ -25,16 +25,15 @@ before they index anything, and entries to be left out are sent to `N`, `M` or `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_TILE = 8  # rows handled at once; see scripts/bench_allocator.py
+from jpaged.tiles import over_tiles
 
-State = TypeVar("State")
+_TILE = 8  # rows handled at once; see scripts/bench_allocator.py
 
 
 class BlockPool(NamedTuple):
@@ -124,7 +123,7 @@ def grow(
             blocks = blocks.at[rows[:, None], jnp.where(wanted, column, max_blocks)].set(ids, mode="drop")
             return refcount, blocks
 
-        refcount, blocks = _over_tiles(need > 1, take, (refcount, blocks))
+        refcount, blocks = over_tiles(need > 1, _TILE, take, (refcount, blocks))
 
     pool = BlockPool(pool.free, pool.num_free - taken[-1], refcount)
     return pool, BlockTables(blocks, jnp.where(ok, new_length, tables.length)), ok
@@ -150,7 +149,7 @@ def release(
         return _drop_references(pool, ids), BlockTables(blocks, length)
 
     live = mask & (tables.length > 0)
-    return _over_tiles(live, drop_rows, (pool, tables))
+    return over_tiles(live, _TILE, drop_rows, (pool, tables))
 
 
 def share(
@@ -192,7 +191,7 @@ def share(
 
     fits = (tables.length == 0) & (length >= 0) & (wanted <= max_blocks)
     ok = jnp.all(~mask | fits)
-    ok = _over_tiles(mask & ok, judge, ok)
+    ok = over_tiles(mask & ok, _TILE, judge, ok)
 
     def attach(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         refcount, table = state
@@ -200,7 +199,7 @@ def share(
         refcount = refcount.at[jnp.where(live, ids, num_blocks)].add(1, mode="drop")
         return refcount, table.at[rows].set(jnp.where(live, ids, 0), mode="drop")
 
-    refcount, table = _over_tiles(mask & ok, attach, (pool.refcount, tables.blocks))
+    refcount, table = over_tiles(mask & ok, _TILE, attach, (pool.refcount, tables.blocks))
     tables = BlockTables(table, jnp.where(mask & ok, length, tables.length))
     return pool._replace(refcount=refcount), tables, ok
 
@@ -231,7 +230,7 @@ def fork(
         refcount = refcount.at[jnp.where(column < owned[:, None], ids, num_blocks)].add(1, mode="drop")
         return refcount, table.at[rows].set(ids, mode="drop")
 
-    refcount, table = _over_tiles(child, copy_rows, (pool.refcount, tables.blocks))
+    refcount, table = over_tiles(child, _TILE, copy_rows, (pool.refcount, tables.blocks))
     tables = BlockTables(table, jnp.where(child, length, tables.length))
     return pool._replace(refcount=refcount), tables, ok
 
@@ -306,24 +305,6 @@ def drop(pool: BlockPool, ids: jax.Array) -> tuple[BlockPool, jax.Array]:
     ok = ok & jnp.all(left.at[ids].get(mode="fill", fill_value=0) >= 0)
     left = left.at[jnp.where(ok, num_blocks, ids)].add(1, mode="drop")
     return _free_unowned(pool._replace(refcount=left), jnp.where(ok, ids, num_blocks)), ok
-
-
-def _over_tiles(mask: jax.Array, body: Callable[[jax.Array, State], State], state: State) -> State:
-    """Fold `body(rows i32[_TILE], state)` over the rows set in `mask` bool[S]; rows is padded with S.
-
-    The trip count is traced: no row set, no iteration.
-    """
-    num_rows = mask.shape[0]
-    count = jnp.cumsum(mask, dtype=jnp.int32)
-    rows = jnp.full(-(-num_rows // _TILE) * _TILE, num_rows, jnp.int32)
-    rows = rows.at[jnp.where(mask, count - 1, rows.shape[0])].set(
-        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
-    )
-
-    def tile(i: jax.Array, state: State) -> State:
-        return body(lax.dynamic_slice(rows, (i * _TILE,), (_TILE,)), state)
-
-    return lax.fori_loop(0, (count[-1] + _TILE - 1) // _TILE, tile, state)
 
 
 def _drop_references(pool: BlockPool, ids: jax.Array) -> BlockPool:

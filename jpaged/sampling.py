@@ -25,8 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_DEPTH = 32  # the vocabulary as a matrix [_DEPTH, V / _DEPTH] when it is reduced by columns
+from jpaged.tiles import over_tiles
+
+_DEPTH = 64  # the vocabulary as a matrix [_DEPTH, V / _DEPTH] when it is reduced by columns
 _CANDIDATE_COLUMNS = 128  # columns searched for a threshold before the whole vocabulary is
+_SEARCH_ROWS = 4  # rows whose whole vocabulary is searched at once, where the columns do not do
 _ONE_BITS = 0x3F800000  # bits of 1.0, the highest weight
 
 
@@ -112,21 +115,27 @@ def _filtered_weights(logits: jax.Array, peak: jax.Array, params: SamplingState)
 
 def _threshold(weights: jax.Array, params: SamplingState) -> jax.Array:
     """The least weight f32[R] that min_p, top_k and top_p keep in `weights` f32[R, V]."""
-    vocab = weights.shape[1]
+    num_rows, vocab = weights.shape
     lowest = _bits(params.min_p)
-    mass = jnp.sum(jnp.where(weights >= params.min_p[:, None], weights, 0.0), axis=1)
     top_k, top_p = jnp.where(params.top_k < vocab, params.top_k, 0), params.top_p
 
-    def everywhere() -> jax.Array:
-        return _search(weights, jnp.zeros_like(lowest), lowest, mass, top_k, top_p)[0]
+    def search() -> jax.Array:
+        mass = jnp.sum(jnp.where(weights >= params.min_p[:, None], weights, 0.0), axis=1)
+        found, threshold = jnp.zeros(num_rows, bool), lowest
+        if -(-vocab // _DEPTH) > 2 * _CANDIDATE_COLUMNS:
+            values, floor = _candidates(weights)
+            threshold, found = _search(values, _bits(floor) + 1, lowest, mass, top_k, top_p)
 
-    if -(-vocab // _DEPTH) <= 2 * _CANDIDATE_COLUMNS:
-        return everywhere()
+        def everywhere(rows: jax.Array, threshold: jax.Array) -> jax.Array:
+            values, low, total, k, p = (
+                x.at[rows].get(mode="fill", fill_value=0) for x in (weights, lowest, mass, top_k, top_p)
+            )
+            bits, _ = _search(values, jnp.zeros_like(low), low, total, k, p)
+            return threshold.at[rows].set(bits, mode="drop")
 
-    values, floor = _candidates(weights)
-    threshold, found = _search(values, _bits(floor) + 1, lowest, mass, top_k, top_p)
-    # Row by row: what a row gets must not depend on whether another one needed the long way.
-    return lax.cond(jnp.all(found), lambda: threshold, lambda: jnp.where(found, threshold, everywhere()))
+        return over_tiles(~found, _SEARCH_ROWS, everywhere, threshold)
+
+    return _floats(lax.cond(jnp.any((top_k > 0) | (top_p < 1)), search, lambda: lowest))
 
 
 def _candidates(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +144,9 @@ def _candidates(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     They are the _CANDIDATE_COLUMNS columns with the highest maxima of the vocabulary laid out as a matrix.
     """
     matrix = _as_matrix(weights)
-    maxima, columns = lax.top_k(jnp.max(matrix, axis=1), _CANDIDATE_COLUMNS)
+    # The barrier keeps XLA:CPU from turning top_k into a sort, which it does when it sees the results sliced.
+    top = lax.top_k(jnp.max(matrix, axis=1), _CANDIDATE_COLUMNS)
+    maxima, columns = lax.optimization_barrier(top)
     values = jnp.take_along_axis(matrix, columns[:, None, :], axis=2, mode="promise_in_bounds")
     return values.reshape(weights.shape[0], -1), maxima[:, -1]
 
@@ -148,7 +159,7 @@ def _search(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(threshold f32[R], found bool[R]) among `values` f32[R, C].
+    """(bits of the threshold i32[R], found bool[R]) among `values` f32[R, C].
 
     `values` holds all weights of bits >= `floor` i32[R], and others. `lowest` i32[R] are the bits of the
     min_p threshold, `mass` f32[R] is the total of the weights it keeps. found is False where the threshold
@@ -164,28 +175,35 @@ def _search(
     complete = floor <= lowest  # every weight that min_p keeps is there
     low = jnp.maximum(floor, lowest)
     limited = (top_k > 0) & (count(low) >= top_k)  # else there are no k tokens to keep, or they are not here
-    by_k = _bisect(low, limited, lambda bits: count(bits) >= top_k)
+    by_k = _bisect(low, limited, count, top_k)
     mass = jnp.where(limited, mass_of(by_k), mass)
 
     cut = top_p < 1
     target = top_p * mass
     reached = mass_of(by_k) >= target
-    by_p = _bisect(by_k, cut & reached, lambda bits: mass_of(bits) >= target)
+    by_p = _bisect(by_k, cut & reached, mass_of, target)
     found = ((top_k == 0) | limited | complete) & (~cut | reached | complete)
-    return _floats(jnp.where(cut, by_p, jnp.where(limited, by_k, lowest))), found
+    return jnp.where(cut, by_p, jnp.where(limited, by_k, lowest)), found
 
 
-def _bisect(low: jax.Array, active: jax.Array, test: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest bits i32[R] that `test` bool[R] accepts, which accepts `low`; rows not active: `low`.
+def _bisect(
+    low: jax.Array, active: jax.Array, measure: Callable[[jax.Array], jax.Array], target: jax.Array
+) -> jax.Array:
+    """The highest bits i32[R] with `measure(bits) >= target` [R], true for `low`; rows not active: `low`.
 
-    30 calls at most, none where no row is active.
+    `measure` falls as its argument grows. Where it hits the target the search ends: higher bits keep the same
+    tokens or too few. 30 calls at most, none where no row is active.
     """
 
     def narrow(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = low + (high - low) // 2
-        accepted = test(middle)
-        return jnp.where(accepted, middle, low), jnp.where(accepted | (middle == low), high, middle)
+        value = measure(middle)
+        is_open = high - low > 1
+        accepted = is_open & (value >= target)
+        high = jnp.where(is_open & ~accepted, middle, high)
+        low = jnp.where(accepted, middle, low)
+        return low, jnp.where(accepted & (value == target), low + 1, high)
 
     high = jnp.where(active, _ONE_BITS + 1, low + 1)  # nothing weighs more than 1
     return lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), narrow, (low, high))[0]
