@@ -40,7 +40,7 @@ MODULES = modules()
 
 
 def imports(name: str) -> set[str]:
-    """Dotted names that the module imports, anywhere in it; `from a import b` gives a.b if that is a module."""
+    """Dotted names that the module imports, anywhere in it; `from a import b` gives a.b if it is a module."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
