@@ -14,5 +14,7 @@ def attention(
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention`. Portable: nothing but XLA operations, dynamic trip counts."""
     if batch.query_starts is None:
-        return decode_attention(q, k_pages, v_pages, batch.block_tables, batch.kv_lengths, scale)
-    return ragged_attention(q, k_pages, v_pages, batch, scale)
+        out = decode_attention(q, k_pages, v_pages, batch.block_tables, batch.kv_lengths, scale)
+    else:
+        out = ragged_attention(q, k_pages, v_pages, batch, scale)
+    return out.astype(q.dtype)

@@ -1,4 +1,17 @@
-"""Decode attention on XLA: one query row a sequence."""
+"""Decode attention on XLA: one query row a sequence.
+
+The work is cut into *items*, one per (sequence, span of a few pages), numbered sequence by sequence:
+
+    lengths 300, 0, 70, ...      spans of 128 tokens
+    item       0    1    2    3    4   ...
+    sequence   0    0    0    2    3
+    span       0    1    2    0    0
+
+A loop takes `ITEMS` of them at a time, so its trip count grows with the tokens in the cache and neither a long
+sequence nor an empty row makes the others pay. Items of one sequence that meet in a tile are merged there, and
+then into that sequence's running softmax. Live sequences are counted off by `rank`, so that a tile's sequences
+are consecutive in the running state and one slice reads or writes them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.pages import to_float32
+from pallas_kernels.xla.tiles import MASKED, Softmax, attend_tile, ceil_div, fetch_keys, fetch_values
+
+ITEMS = 8  # work items a tile
+
+
+def span_pages(kv_heads: int, block_size: int, head_dim: int) -> int:
+    """Pages an item covers: a tile's keys should about fill a core's level-2 cache once they are float32."""
+    token_bytes = ITEMS * kv_heads * head_dim * 4
+    tokens = min(max(2**20 // token_bytes, 64), 256)
+    return max(1, 1 << (tokens // block_size).bit_length() - 1) if tokens >= block_size else 1
 
 
 def decode_attention(
@@ -16,48 +38,73 @@ def decode_attention(
     block_tables: jax.Array,
     lengths: jax.Array,
     scale: float,
-    pages_per_step: int = 8,
 ) -> jax.Array:
-    """q [R, Hq, D], pages [N, Hkv, B, D], block_tables i32[R, M], lengths i32[R] -> [R, Hq, D] in q's dtype.
+    """Each row's attention over its own sequence.
 
-    Online softmax over `pages_per_step` pages at a time, as many times as the longest sequence needs.
+    Args:
+        q: [T, Hq, D]; row r is sequence r. T may differ from R if no sequence from T on has a length.
+        k_pages, v_pages: [N, Hkv, B, D].
+        block_tables: i32[R, M].
+        lengths: i32[R], keys row r sees; 0 gives zeros.
+
+    Returns:
+        f32[R, Hq, D].
     """
-    rows, heads, head_dim = q.shape
-    _, kv_heads, block_size, _ = k_pages.shape
-    columns = block_tables.shape[1]
-    chunk = min(pages_per_step, columns)
-    tables = jnp.pad(block_tables, ((0, 0), (0, -columns % chunk)))
-    queries = q.reshape(rows, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * scale
+    _, kv_heads, block_size, head_dim = k_pages.shape
+    sequences, columns = block_tables.shape
+    group = q.shape[1] // kv_heads
+    pages = min(span_pages(kv_heads, block_size, head_dim), columns)
+    span = pages * block_size
+    tables = jnp.pad(block_tables, ((0, 0), (0, -columns % pages))).reshape(-1, pages)
+    spans_per_row = tables.shape[0] // sequences
+    queries = q.reshape(-1, kv_heads, group, head_dim).astype(jnp.float32)
 
-    def step(i, carry):
-        top, total, acc = carry
-        ids = lax.dynamic_slice_in_dim(tables, i * chunk, chunk, axis=1)
-        position = i * chunk * block_size + jnp.arange(chunk * block_size)
-        live = position[None] < lengths[:, None]
-        live = live.reshape(rows, chunk, 1, block_size)
-        k = to_float32(k_pages.at[ids].get(mode="promise_in_bounds"))
-        v = to_float32(v_pages.at[ids].get(mode="promise_in_bounds"))
-        v = jnp.where(live[..., None], v, 0.0)
-        scores = jnp.einsum("rhgd,rchbd->rhgcb", queries, k)
-        scores = jnp.where(live.transpose(0, 2, 1, 3)[:, :, None], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=(-2, -1)))
-        base = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-        weights = jnp.exp(scores - base[..., None, None])
-        shrink = jnp.exp(top - base)
-        total = total * shrink + weights.sum(axis=(-2, -1))
-        acc = acc * shrink[..., None] + jnp.einsum("rhgcb,rchbd->rhgd", weights, v)
-        return new_top, total, acc
+    counts = ceil_div(lengths, span)
+    ends = jnp.cumsum(counts)
+    total = ends[-1]
+    rank = jnp.cumsum(counts > 0, dtype=jnp.int32) - 1
 
-    state = (
-        jnp.full(queries.shape[:3], -jnp.inf),
-        jnp.zeros(queries.shape[:3]),
-        jnp.zeros(queries.shape),
-    )
-    steps = _cdiv(jnp.max(lengths), chunk * block_size)
-    _, total, acc = lax.fori_loop(0, steps, step, state)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    return out.reshape(q.shape).astype(q.dtype)
+    def tile(i: jax.Array, state: Softmax) -> Softmax:
+        item = i * ITEMS + jnp.arange(ITEMS, dtype=jnp.int32)
+        real = item < total
+        row = jnp.sum(ends[None] <= item[:, None], axis=1, dtype=jnp.int32)
+        row = jnp.where(real, row, 0)
+        index = jnp.where(real, item - (ends - counts)[row], 0)
+        tokens = jnp.where(real, lengths[row] - index * span, 0)  # may exceed the span
+        live = jnp.arange(span, dtype=jnp.int32) < tokens[:, None]
 
+        ids = tables.at[row * spans_per_row + index].get(mode="promise_in_bounds")
+        part = attend_tile(
+            queries.at[row].get(mode="clip"),
+            fetch_keys(k_pages, ids, scale),
+            fetch_values(v_pages, ids, tokens),
+            live[:, None, None, :],
+        )
 
-def _cdiv(a, b):
-    return (a + b - 1) // b
+        # Merge items of one sequence. `mine[s, w]`: item w belongs to the tile's s-th sequence. Selected, not
+        # multiplied by zeros and ones: a NaN in one sequence must not reach another. Written out over w, so
+        # that XLA sees elementwise work and fuses it into one loop.
+        first = rank[row[0]]
+        mine = real & (rank[row] - first == jnp.arange(ITEMS, dtype=jnp.int32)[:, None])
+        mine = mine[:, :, None, None]
+        top = jnp.where(mine, part.top[None], MASKED).max(axis=1)
+        weight = jnp.exp(part.top - jnp.where(mine, top[:, None], MASKED).max(axis=0))
+        total_, acc = part.total * weight, part.acc * weight[..., None]
+        merged = Softmax(
+            top,
+            sum(jnp.where(mine[:, w], total_[w], 0.0) for w in range(ITEMS)),
+            sum(jnp.where(mine[:, w, ..., None], acc[w], 0.0) for w in range(ITEMS)),
+        )
+        here = Softmax(*(lax.dynamic_slice_in_dim(x, first, ITEMS) for x in state))
+        return Softmax(
+            *(
+                lax.dynamic_update_slice_in_dim(x, new, first, 0)
+                for x, new in zip(state, here.merge(merged), strict=True)
+            )
+        )
+
+    # ITEMS spare rows: a tile's slice may reach past the last sequence.
+    state = Softmax.empty((sequences + ITEMS, kv_heads, group), head_dim)
+    state = lax.fori_loop(0, ceil_div(total, ITEMS), tile, state)
+    out = jnp.where((counts > 0)[:, None, None, None], state.output()[jnp.maximum(rank, 0)], 0.0)
+    return out.reshape(sequences, -1, head_dim)

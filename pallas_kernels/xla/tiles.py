@@ -1,0 +1,102 @@
+"""What decode and prefill share: fetching a tile of pages, and the running softmax over tiles.
+
+A softmax over many tiles keeps, per query, three float32 numbers or vectors: `top` (the largest score seen),
+`total` (the sum of `exp(score - top)`) and `acc` (the sum of `exp(score - top) * value`). Masked scores are
+`MASKED`, a large finite number: with -inf a tile without a visible key would give `inf - inf`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.pages import to_float32
+
+MASKED = -1e30
+
+
+def ceil_div(a: jax.Array, b: int) -> jax.Array:
+    """ceil(a / b) for a >= 0 and b > 0. lax.div: jnp's `//` adds the sign handling of floor division."""
+    return lax.div(a + (b - 1), jnp.asarray(b, a.dtype))
+
+
+def fetch(pages: jax.Array, block_ids: jax.Array) -> jax.Array:
+    """pages [N, Hkv, B, D], block_ids i32[..., C] -> [..., Hkv, C, B * D], in the pages' dtype.
+
+    The pool is seen as [N * Hkv, B * D], one row a page of one head, and the rows are gathered in the order in
+    which the matrix products want them: XLA:CPU moves such whole rows four times faster than the same data
+    gathered as [..., C, Hkv, B, D], and no transpose is left.
+    """
+    blocks, kv_heads, block_size, head_dim = pages.shape
+    rows = block_ids[..., None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+    rows_of_pool = pages.reshape(blocks * kv_heads, block_size * head_dim)
+    return rows_of_pool.at[rows].get(mode="promise_in_bounds")
+
+
+def fetch_keys(pages: jax.Array, block_ids: jax.Array, scale: float) -> jax.Array:
+    """`scale` times the keys, f32[..., Hkv, C * B, D]. Slots that hold no token keep what they hold.
+
+    Scaling here rather than in the queries is free, and faster: a fusion that only moves float32 becomes one
+    memcpy call per token, half the speed of a loop with some arithmetic in it.
+    """
+    tile = to_float32(fetch(pages, block_ids)) * scale
+    return tile.reshape(*tile.shape[:-2], -1, pages.shape[-1])
+
+
+def fetch_values(pages: jax.Array, block_ids: jax.Array, tokens: jax.Array) -> jax.Array:
+    """f32[..., Hkv, C * B, D], with zeros from slot `tokens` (i32[...]) on, whatever the pages hold there.
+
+    The mask is a comparison on the whole page row [B * D], for the reason given in `fetch_keys`.
+    """
+    _, _, block_size, head_dim = pages.shape
+    tile = to_float32(fetch(pages, block_ids))
+    page = jnp.arange(block_ids.shape[-1], dtype=jnp.int32)
+    end = (tokens[..., None, None] - page * block_size) * head_dim  # [..., 1, C]
+    live = jnp.arange(block_size * head_dim, dtype=jnp.int32) < end[..., None]
+    return jnp.where(live, tile, 0.0).reshape(*tile.shape[:-2], -1, head_dim)
+
+
+class Softmax(NamedTuple):
+    """The running softmax of some queries: top, total f32[...]; acc f32[..., D]."""
+
+    top: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
+        return Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+
+    def merge(self, other: Softmax) -> Softmax:
+        """The softmax over both sets of keys."""
+        top = jnp.maximum(self.top, other.top)
+        mine, others = jnp.exp(self.top - top), jnp.exp(other.top - top)
+        return Softmax(
+            top,
+            self.total * mine + other.total * others,
+            self.acc * mine[..., None] + other.acc * others[..., None],
+        )
+
+    def output(self) -> jax.Array:
+        """The attention output f32[..., D]; zeros where no key was seen."""
+        return self.acc / jnp.where(self.total == 0, 1.0, self.total)[..., None]
+
+
+def attend_tile(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> Softmax:
+    """One tile's softmax. `...` are batch axes, `q` queries, `l` keys.
+
+    Args:
+        queries: [..., q, D].
+        keys, values: [..., l, D]; keys are scaled, values that no query may see are finite.
+        visible: bool, broadcastable to [..., q, l]: which query sees which key. A query that sees none has a
+            meaningless result.
+    """
+    scores = jnp.einsum("...qd,...ld->...ql", queries, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores, MASKED)
+    top = scores.max(axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    acc = jnp.einsum("...ql,...ld->...qd", weights, values, preferred_element_type=jnp.float32)
+    return Softmax(top, weights.sum(axis=-1), acc)
