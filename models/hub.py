@@ -23,7 +23,7 @@ def download(model_id: str) -> Path:
 
     try:
         return Path(snapshot_download(model_id, allow_patterns=_PATTERNS))
-    # What a missing network raises depends on the library's version and on proxies: after anything, ask the cache
+    # What a missing network raises depends on the library's version and on proxies: so ask the cache always
     except Exception as online:
         try:
             return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, local_files_only=True))

@@ -21,7 +21,7 @@ from .generation import GenerationDefaults
 from .jsonfile import read_object
 from .params import param_shapes
 from .tokenizer import Tokenizer
-from .weights import Shape, resolve_dtype
+from .weights import resolve_dtype
 
 if TYPE_CHECKING:
     from .load import LoadedModel
