@@ -125,8 +125,12 @@ class ModelConfig:
     def from_dict(cls, saved: Mapping[str, Any]) -> "ModelConfig":
         """The inverse of ``to_dict``, also after a trip through JSON."""
         try:
-            rope = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["rope"].items()}
-            rest = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "rope"}
+            rope: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in saved["rope"].items()
+            }
+            rest: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "rope"
+            }
             return cls(rope=RopeConfig(**rope), **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a saved ModelConfig: {error}") from error

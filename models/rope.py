@@ -194,7 +194,9 @@ def rotary_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple
         length = jnp.maximum(position + 1, rope.original_max_positions)
         growth = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim - 2)
-        frequencies = inverse_frequencies(rope, head_dim) * growth**-exponents  # [T, head_dim / 2]
+        frequencies = (
+            jnp.asarray(inverse_frequencies(rope, head_dim)) * growth**-exponents
+        )  # [T, head_dim / 2]
     else:
         frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = position * frequencies

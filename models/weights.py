@@ -71,7 +71,7 @@ def recipes(c: ModelConfig) -> dict[str, Recipe]:
         made["head.weight"] = Recipe({"lm_head.weight": (c.vocab_size, hidden)}, transpose=True)
 
     def linear(name: str, parts: dict[str, int], features_in: int, bias: bool) -> None:
-        weights = {f"{part}.weight": (out, features_in) for part, out in parts.items()}
+        weights: dict[str, Shape] = {f"{part}.weight": (out, features_in) for part, out in parts.items()}
         made[f"{name}.weight"] = Recipe(weights, transpose=True)
         if bias:
             made[f"{name}.bias"] = Recipe({f"{part}.bias": (out,) for part, out in parts.items()})
