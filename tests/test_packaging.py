@@ -82,3 +82,50 @@ def test_imports_beside_a_users_own_models_folder(site: Path, tmp_path: Path) ->
     (tmp_path / "models" / "__init__.py").write_text("mine = True\n")
     printed = python(site, tmp_path, "import models\nassert models.mine" + PRINT_FOLDERS).split()
     assert printed[1] == str(site / "jpaged_models")
+
+
+GENERATE = """
+import json, pathlib
+import numpy as np
+from safetensors.numpy import save_file
+
+hidden, inner, heads, kv_heads, size, layers, vocab = 16, 32, 4, 2, 8, 2, 40
+rng = np.random.default_rng(0)
+shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+for i in range(layers):
+    at = f"model.layers.{i}."
+    shapes |= {
+        at + "input_layernorm.weight": (hidden,),
+        at + "post_attention_layernorm.weight": (hidden,),
+        at + "self_attn.q_proj.weight": (heads * size, hidden),
+        at + "self_attn.k_proj.weight": (kv_heads * size, hidden),
+        at + "self_attn.v_proj.weight": (kv_heads * size, hidden),
+        at + "self_attn.o_proj.weight": (hidden, heads * size),
+        at + "mlp.gate_proj.weight": (inner, hidden),
+        at + "mlp.up_proj.weight": (inner, hidden),
+        at + "mlp.down_proj.weight": (hidden, inner),
+    }
+folder = pathlib.Path("tiny")
+folder.mkdir()
+save_file({k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}, folder / "model.safetensors")
+(folder / "config.json").write_text(json.dumps({
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+    "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    "head_dim": size, "num_hidden_layers": layers, "vocab_size": vocab, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+}))
+
+from jpaged import LLM, SamplingParams
+
+llm = LLM(folder, max_model_len=64, max_num_seqs=4, num_blocks=32, warm_up=False)
+sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+first, second = llm.generate([[3, 4, 5], [7] * 20], sampling, use_tqdm=False)
+assert first.prompt_token_ids == [3, 4, 5] and second.prompt_token_ids == [7] * 20
+assert all(0 <= token < vocab for token in first.outputs[0].token_ids)
+print(len(first.outputs[0].token_ids), len(second.outputs[0].token_ids), llm.stats().blocks.used)
+"""
+
+
+def test_generates_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+    assert python(site, tmp_path, GENERATE).split() == ["5", "5", "0"]
