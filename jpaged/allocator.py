@@ -139,17 +139,21 @@ def release(
     _, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask)
     column = jnp.arange(max_blocks, dtype=jnp.int32)
 
-    def drop_rows(rows: jax.Array, state: tuple[BlockPool, BlockTables]) -> tuple[BlockPool, BlockTables]:
-        pool, tables = state
-        owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
-        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
-        ids = jnp.where(column < owned[:, None], ids, num_blocks).reshape(-1)
-        blocks = tables.blocks.at[rows].set(0, mode="drop")
-        length = tables.length.at[rows].set(0, mode="drop")
-        return _drop_references(pool, ids), BlockTables(blocks, length)
-
     live = mask & (tables.length > 0)
-    return over_tiles(live, _TILE, drop_rows, (pool, tables))
+
+    def drop_rows(rows: jax.Array, pool: BlockPool) -> BlockPool:
+        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
+        owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
+        return _drop_references(pool, jnp.where(column < owned[:, None], ids, num_blocks).reshape(-1))
+
+    def clear_rows(rows: jax.Array, blocks: jax.Array) -> jax.Array:
+        return blocks.at[rows].set(0, mode="drop")
+
+    # Two walks, the second made to wait for the first by a condition that always holds: XLA copies the whole
+    # table where a loop both reads and writes it, and where it cannot tell which of two comes first.
+    pool = over_tiles(live, _TILE, drop_rows, pool)
+    blocks = over_tiles(live & (pool.num_free >= 0), _TILE, clear_rows, tables.blocks)
+    return pool, BlockTables(blocks, jnp.where(live, 0, tables.length))
 
 
 def share(
@@ -317,7 +321,8 @@ def _free_unowned(pool: BlockPool, ids: jax.Array) -> BlockPool:
     """Push the blocks of `ids` i32[K] whose count is now 0, each once however often it comes; N is no entry.
 
     The count itself serves as scratch to find the first of equal ids: the entries of an unowned block write
-    their (negative) tags into it, the least one wins and the count goes back to 0.
+    their (negative) tags into it, the least one wins, and the winner sets the count back to 0. (That only the
+    winner does orders this write after the reads, which saves a copy of the array.)
     """
     num_blocks, num_ids = pool.refcount.shape[0], ids.shape[0]
     unowned = pool.refcount.at[ids].get(mode="fill", fill_value=1) == 0
@@ -325,7 +330,7 @@ def _free_unowned(pool: BlockPool, ids: jax.Array) -> BlockPool:
     tag = jnp.arange(-num_ids, 0, dtype=jnp.int32)
     refcount = pool.refcount.at[targets].min(tag, mode="drop")
     winner = unowned & (refcount.at[targets].get(mode="fill", fill_value=0) == tag)
-    refcount = refcount.at[targets].set(0, mode="drop")
+    refcount = refcount.at[jnp.where(winner, ids, num_blocks)].set(0, mode="drop")
     count = jnp.cumsum(winner, dtype=jnp.int32)
     place = jnp.where(winner, pool.num_free + count - 1, num_blocks)
     free = pool.free.at[place].set(ids, mode="drop")
