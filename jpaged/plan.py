@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.request import Request
+from jpaged.sampling import seed_words
 from jpaged.scheduler import Schedule
 
 HEADER = 5
@@ -98,7 +99,7 @@ def pack_admission(request: Request, num_stop_ids: int) -> np.ndarray:
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     row[1], row[3], row[4] = floats
     row[2] = max(params.top_k, 0)
-    row[5:7] = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
+    row[5:7] = seed_words(request.seed).view(np.int32)
     row[7] = request.max_tokens - len(request.output_token_ids)
     stop_ids = sorted(request.stop_ids)[:num_stop_ids]
     row[SAMPLING : SAMPLING + len(stop_ids)] = stop_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jpaged.scheduler import Schedule
 from jpaged.state import BlockCounts, count_blocks, init_state
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
-Program = Callable[..., tuple]
+Program = Callable[..., Any]
 
 
 class Dispatched(NamedTuple):
@@ -39,21 +39,32 @@ class Programs(NamedTuple):
     audit: Program
 
 
-@functools.lru_cache(maxsize=16)
-def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
-    """Jitted, not yet compiled; engines of the same model shape and configuration share them."""
+@functools.lru_cache(maxsize=64)
+def build_program(step: Callable[..., tuple], spec: StepSpec) -> Program:
+    """A jitted step, not yet compiled. Kept, so that engines of the same shape share what is compiled."""
+    return jax.jit(functools.partial(step, spec), donate_argnums=1)
 
-    def program(step: Callable, rows: int, tokens: int) -> tuple[PlanLayout, Program]:
+
+def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
+    """The programs an engine of this configuration can need."""
+
+    def build(step: Callable[..., tuple], rows: int, tokens: int) -> tuple[PlanLayout, Program]:
         layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, rows, tokens)
-        spec = StepSpec(graphdef, config, layout)
-        return layout, jax.jit(functools.partial(step, spec), donate_argnums=1)
+        steps = 1 if tokens else config.decode_steps
+        spec = StepSpec(graphdef, layout, config.block_size, steps, config.attention_backend)
+        return layout, build_program(step, spec)
 
     return Programs(
-        decode={rows: program(decode_loop, rows, 0) for rows in config.decode_buckets},
-        mixed={t: program(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
-        count_blocks=jax.jit(functools.partial(count_blocks, block_size=config.block_size)),
-        audit=jax.jit(functools.partial(audit, block_size=config.block_size)),
+        decode={rows: build(decode_loop, rows, 0) for rows in config.decode_buckets},
+        mixed={t: build(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
+        count_blocks=build_count(count_blocks, config.block_size),
+        audit=build_count(audit, config.block_size),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def build_count(function: Callable[..., Any], block_size: int) -> Program:
+    return jax.jit(functools.partial(function, block_size=block_size))
 
 
 class Runner:

@@ -22,7 +22,6 @@ from jpaged_models import Decoder, merge_params, paged_attend
 from jpaged_models.paged import PagedBatch
 
 from jpaged.allocator import grow, release
-from jpaged.config import EngineConfig
 from jpaged.plan import Plan, PlanLayout, unpack_plan
 from jpaged.sampling import SamplingState, sample
 from jpaged.state import EngineState, SlotState, admit
@@ -47,8 +46,10 @@ class StepSpec:
     """The static part of a step: how to build its program."""
 
     graphdef: nnx.GraphDef
-    config: EngineConfig
     layout: PlanLayout
+    block_size: int
+    decode_steps: int  # most iterations of decode_loop
+    attention_backend: str
 
 
 # ---------------------------------------------------------------- the two programs
@@ -56,7 +57,7 @@ class StepSpec:
 
 def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
     """One step over packed rows of any lengths. packed i32[layout.size] -> result with K = 1."""
-    block_size, layout = spec.config.block_size, spec.layout
+    block_size, layout = spec.block_size, spec.layout
     plan = unpack_plan(packed, layout)
     assert plan.lengths is not None and plan.tokens is not None
     state = _apply_commands(state, plan, block_size)
@@ -84,11 +85,12 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
         num_decode=jnp.where(ok, plan.num_decode, 0),
     )
     model = merge_params(spec.graphdef, params)
-    attend = paged_attend(batch, spec.config.attention_backend)
+    attend = paged_attend(batch, spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend)
     final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")  # [R, H] last token of each row
     sampled = (row < plan.num_sampled) & ok
-    drawn = _sample_prefix(model, final, _gather_sampling(state.slots, plan.slots), kv_lengths, plan.num_sampled)
+    logits = _logits_of_prefix(model, final, plan.num_sampled)
+    drawn = sample(logits, _gather_sampling(state.slots, plan.slots), kv_lengths)
     slots, left = _emit(state.slots, plan.slots, drawn, sampled)
     state = state._replace(cache=cache, slots=slots)
     return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state)
@@ -97,11 +99,11 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
 def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
     """plan.num_steps decode iterations, or fewer: it ends when every row has, or, with plan.stop_early, when any has.
 
-    Result with K = config.decode_steps. With stop_early and a row that had ended before, one iteration runs.
+    Result with K = spec.decode_steps. With stop_early and a row that had ended before, one iteration runs.
     """
-    config, layout = spec.config, spec.layout
+    layout = spec.layout
     plan = unpack_plan(packed, layout)
-    state = _apply_commands(state, plan, config.block_size)
+    state = _apply_commands(state, plan, spec.block_size)
     model = merge_params(spec.graphdef, params)
     in_rows = jnp.arange(layout.rows) < plan.num_rows
     sampling = _gather_sampling(state.slots, plan.slots)
@@ -118,12 +120,12 @@ def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.
     def iterate(carry: tuple) -> tuple:
         step, state, out, _ = carry
         active = left_in(state.slots) > 0
-        state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), config.block_size, 1)
+        state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), spec.block_size, 1)
         active &= ok
         state, drawn = _decode_rows(spec, model, state, plan.slots, active, sampling)
         return step + 1, state, out.at[step].set(drawn, mode="drop"), ok
 
-    out = jnp.full((config.decode_steps, layout.rows), -1, jnp.int32)
+    out = jnp.full((spec.decode_steps, layout.rows), -1, jnp.int32)
     steps, state, out, ok = lax.while_loop(unfinished, iterate, (jnp.int32(0), state, out, jnp.bool_(True)))
     return state, _pack_result(out, left_in(state.slots), ok, steps, state)
 
@@ -158,7 +160,7 @@ def _decode_rows(
     spec: StepSpec, model: Decoder, state: EngineState, slots: jax.Array, active: jax.Array, sampling: SamplingState
 ) -> tuple[EngineState, jax.Array]:
     """One token for every row in active bool[R], whose table already has room. Returns (state, tokens i32[R])."""
-    block_size = spec.config.block_size
+    block_size = spec.block_size
     tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
     lengths = jnp.where(active, state.tables.length.at[slots].get(mode="fill", fill_value=0), 0)
     positions = jnp.maximum(lengths - 1, 0)
@@ -171,7 +173,7 @@ def _decode_rows(
         num_decode=None,
     )
     tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
-    hidden, cache = model(tokens, positions, state.cache, paged_attend(batch, spec.config.attention_backend))
+    hidden, cache = model(tokens, positions, state.cache, paged_attend(batch, spec.attention_backend))
     drawn = sample(model.logits(hidden), sampling, lengths)
     slot_state, _ = _emit(state.slots, slots, drawn, active)
     return state._replace(cache=cache, slots=slot_state), jnp.where(active, drawn, -1)
@@ -189,28 +191,16 @@ def _gather_sampling(slots: SlotState, rows: jax.Array) -> SamplingState:
     return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), slots.sampling)
 
 
-def _sample_prefix(
-    model: Decoder, hidden: jax.Array, sampling: SamplingState, positions: jax.Array, num_sampled: jax.Array
-) -> jax.Array:
-    """Tokens i32[R] for the first num_sampled rows of hidden [R, H]; the others get 0.
+def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> jax.Array:
+    """f32[R, V] whose first `count` rows are the logits of hidden [R, H]; the others are zeros.
 
     The head is the widest product of a step and most rows of a prefill step need none: it runs on the smallest of
     a few row counts that covers them.
     """
     rows = hidden.shape[0]
     sizes = [*(n for n in HEAD_ROWS if n < rows), rows]
-
-    def head(count: int):
-        def run() -> jax.Array:
-            params = jax.tree.map(lambda x: x[:count], sampling)
-            drawn = sample(model.logits(hidden[:count]), params, positions[:count])
-            return jnp.pad(drawn, (0, rows - count))
-
-        return run
-
-    branches = [lambda: jnp.zeros(rows, jnp.int32), *map(head, sizes)]
-    index = jnp.searchsorted(jnp.array([0, *sizes]), num_sampled, side="left", method="compare_all")
-    return lax.switch(index, branches)
+    branches = [lambda n=n: jnp.pad(model.logits(hidden[:n]), ((0, rows - n), (0, 0))) for n in sizes]
+    return lax.switch(jnp.searchsorted(jnp.array(sizes), count, method="compare_all"), branches)
 
 
 def _emit(slots: SlotState, rows: jax.Array, tokens: jax.Array, sampled: jax.Array) -> tuple[SlotState, jax.Array]:

@@ -1,0 +1,109 @@
+"""A tiny random model, and what it generates by a plain contiguous forward pass of one sequence."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, merge_params, param_shapes
+
+from jpaged import Engine, EngineConfig, SamplingParams
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+@functools.lru_cache
+def tiny_model(dtype: str = "float32", seed: int = 0) -> LoadedModel:
+    """Random weights, large enough that greedy outputs vary."""
+    config = ModelConfig.from_hf(HF_CONFIG)
+    graphdef, shapes = param_shapes(config, jnp.dtype(dtype))
+    rng = np.random.default_rng(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ones(shape) if "norm" in name else rng.normal(size=shape) * (2.0 / np.sqrt(shape[0]))
+
+    params = {name: jnp.asarray(draw(name, s.shape), s.dtype) for name, s in shapes.items()}
+    return LoadedModel(config, graphdef, params, None, GenerationDefaults(eos_token_ids=(2,)))
+
+
+def contiguous_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, scale: float) -> tuple[jax.Array, None]:
+    """Causal attention over one whole sequence, no cache: q [T,Hq,D], k and v [T,Hkv,D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
+    causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest"), None
+
+
+@functools.lru_cache
+def _forward(loaded_key: tuple[str, int], length: int):
+    loaded = tiny_model(*loaded_key)
+
+    def run(params: dict, tokens: jax.Array) -> jax.Array:
+        model = merge_params(loaded.graphdef, params)
+        layers = (None,) * loaded.config.num_layers
+        hidden, _ = model(tokens, jnp.arange(length), layers, contiguous_attend)
+        return model.logits(hidden)
+
+    return jax.jit(run)
+
+
+def greedy_reference(prompt: list[int], count: int, *, ignore_eos: bool = True, seed: int = 0) -> list[int]:
+    """Greedy continuation computed without a cache, one whole forward pass a token (padded to one length)."""
+    loaded, length = tiny_model(seed=seed), 128
+    out: list[int] = []
+    while len(out) < count:
+        tokens = [*prompt, *out]
+        padded = jnp.asarray(tokens + [0] * (length - len(tokens)))
+        logits = _forward(("float32", seed), length)(loaded.params, padded)
+        out.append(int(jnp.argmax(logits[len(tokens) - 1])))
+        if out[-1] == 2 and not ignore_eos:
+            break
+    return out
+
+
+def tiny_config(**changes) -> EngineConfig:
+    sizes = dict(num_blocks=65, max_model_len=128, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
+    return EngineConfig(**{**sizes, **changes})
+
+
+def tiny_engine(**changes) -> Engine:
+    return Engine(tiny_model(), tiny_config(**changes))
+
+
+def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    """Outputs in order; the engine must end empty."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [engine.add_request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    finish(engine)
+    return [request.output_token_ids for request in requests]
+
+
+def finish(engine: Engine, limit: int = 5000) -> None:
+    for _ in range(limit):
+        if not engine.has_unfinished():
+            assert engine.stats().blocks.used == 0
+            return
+        engine.step()
+    raise AssertionError("the engine did not finish")
+
+
+def make_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 97, int(rng.integers(1, longest + 1))).tolist() for _ in range(count)]
