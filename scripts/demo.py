@@ -25,7 +25,7 @@ ARTICLE = (
 )
 
 PROMPTS = (
-    "What is the capital of France?",
+    "What is the chemical symbol for gold?",
     "Give me three synonyms for 'happy'.",
     "Explain in two sentences why the sky is blue.",
     "List five things to pack for a weekend of hiking in the mountains, and say why each of them matters.",
