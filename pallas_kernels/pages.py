@@ -49,11 +49,13 @@ def to_storage(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def to_float32(x: jax.Array) -> jax.Array:
-    """Stored pages as float32 values. bfloat16 bits are the upper half of the float32's bits."""
-    if x.dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    return x.astype(jnp.float32)
+def from_storage(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Stored pages as values of `dtype`. bfloat16 bits are the upper half of the float32's bits."""
+    if x.dtype != jnp.uint16:
+        return x.astype(dtype)
+    if dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x, jnp.bfloat16)
+    return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
 
 
 def write_kv(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.xla.tiles import MASKED, Softmax, attend_tile, ceil_div, fetch_keys, fetch_values
+from pallas_kernels.xla.tiles import MASKED, Softmax, attend_tile, ceil_div, fetch
 
 ITEMS = 8  # work items a tile
 
@@ -57,7 +57,8 @@ def decode_attention(
     span = pages * block_size
     tables = jnp.pad(block_tables, ((0, 0), (0, -columns % pages))).reshape(-1, pages)
     spans_per_row = tables.shape[0] // sequences
-    queries = q.reshape(-1, kv_heads, group, head_dim).astype(jnp.float32)
+    float32 = jnp.dtype(jnp.float32)
+    queries = q.reshape(-1, kv_heads, group, head_dim).astype(float32)
 
     counts = ceil_div(lengths, span)
     ends = jnp.cumsum(counts)
@@ -76,9 +77,10 @@ def decode_attention(
         ids = tables.at[row * spans_per_row + index].get(mode="promise_in_bounds")
         part = attend_tile(
             queries.at[row].get(mode="clip"),
-            fetch_keys(k_pages, ids, scale),
-            fetch_values(v_pages, ids, tokens),
+            fetch(k_pages, ids, tokens, float32),
+            fetch(v_pages, ids, tokens, float32),
             live[:, None, None, :],
+            scale,
         )
 
         # Merge items of one sequence. `mine[s, w]`: item w belongs to the tile's s-th sequence. Selected, not

@@ -1,6 +1,6 @@
 """Prefill attention on XLA: sequences with several query rows each, packed one after the other.
 
-The rows of each sequence are cut into *query tiles* of `QUERY_TILE`, and a loop goes through all tiles of all
+The rows of each sequence are cut into *query tiles* of `query_tile`, and a loop goes through all tiles of all
 sequences; for each, an inner loop goes through the spans of pages that its last row may see. Both trip counts
 come from the data. A tile may run past the end of its sequence: it then also writes zeros over the next rows,
 which belong to later sequences, whose tiles come later and put that right, or to padding.
@@ -13,10 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import PagedBatch
-from pallas_kernels.xla.tiles import Softmax, attend_tile, ceil_div, fetch_keys, fetch_values
+from pallas_kernels.xla.tiles import Softmax, attend_tile, ceil_div, fetch
 
-QUERY_TILE = 64  # rows of one sequence
 SPAN = 256  # keys a step of the inner loop
+
+
+def query_tile(group: int) -> int:
+    """Rows of one sequence a tile holds. `group` query heads share the keys, so a product has rows * group."""
+    return 64 if group <= 4 else 32 if group <= 8 else 16
 
 
 def prefill_attention(
@@ -49,7 +53,11 @@ def prefill_attention(
     pages = max(1, min(SPAN // block_size, columns))
     span = pages * block_size
     tables = jnp.pad(batch.block_tables, ((0, 0), (0, -columns % pages)))
-    tile_rows = min(QUERY_TILE, rows)
+    tile_rows = min(query_tile(group), rows)
+    # Two bfloat16 operands make a product that the matrix units are built for. (In decode the products are too
+    # thin for that to pay, and float32 throughout was faster.)
+    sixteen_bit = q.dtype == jnp.bfloat16 and k_pages.dtype.itemsize == 2
+    dtype = jnp.dtype(jnp.bfloat16 if sixteen_bit else jnp.float32)
 
     counts = starts[1:] - starts[:-1]
     counts = jnp.where((jnp.arange(sequences, dtype=jnp.int32) >= first) & (lengths > 0), counts, 0)
@@ -57,7 +65,7 @@ def prefill_attention(
     ends = jnp.cumsum(tiles)
     # Spare rows: a slice for the last tile must not be shifted back to fit.
     spare = ((0, tile_rows), (0, 0), (0, 0))
-    queries = jnp.pad(q, spare).reshape(-1, kv_heads, group, head_dim)
+    queries = jnp.pad(q.astype(dtype), spare).reshape(-1, kv_heads, group, head_dim)
 
     def tile(i: jax.Array, out: jax.Array) -> jax.Array:
         sequence = jnp.sum(ends <= i, dtype=jnp.int32)
@@ -67,7 +75,7 @@ def prefill_attention(
         position = lengths[sequence] - here + jnp.arange(tile_rows, dtype=jnp.int32)
         position = jnp.repeat(position, group)  # [q], q = (row, query head of the group)
         length = lengths[sequence] - jnp.maximum(here - tile_rows, 0)  # what the tile's last row sees
-        tile_queries = lax.dynamic_slice_in_dim(queries, row, tile_rows).astype(jnp.float32)
+        tile_queries = lax.dynamic_slice_in_dim(queries, row, tile_rows)
         tile_queries = tile_queries.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
         table = lax.dynamic_index_in_dim(tables, sequence, keepdims=False)
 
@@ -76,9 +84,10 @@ def prefill_attention(
             key = j * span + jnp.arange(span, dtype=jnp.int32)
             part = attend_tile(
                 tile_queries,
-                fetch_keys(k_pages, ids, scale),
-                fetch_values(v_pages, ids, length - j * span),
+                fetch(k_pages, ids, length - j * span, dtype),
+                fetch(v_pages, ids, length - j * span, dtype),
                 key <= position[:, None],
+                scale,
             )
             return state.merge(part)
 

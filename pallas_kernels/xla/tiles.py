@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.pages import to_float32
+from pallas_kernels.pages import from_storage
 
 MASKED = -1e30
 
@@ -23,40 +23,33 @@ def ceil_div(a: jax.Array, b: int) -> jax.Array:
     return lax.div(a + (b - 1), jnp.asarray(b, a.dtype))
 
 
-def fetch(pages: jax.Array, block_ids: jax.Array) -> jax.Array:
-    """pages [N, Hkv, B, D], block_ids i32[..., C] -> [..., Hkv, C, B * D], in the pages' dtype.
+def fetch(pages: jax.Array, block_ids: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A tile of keys or values, ready for the matrix products.
+
+    Args:
+        pages: [N, Hkv, B, D].
+        block_ids: i32[..., C].
+        tokens: i32[...], how many slots of those blocks hold tokens (any number above C * B: all). The rest
+            come out as zeros, whatever is stored there: weighting a NaN by zero would not be enough.
+        dtype: float32, or bfloat16 for 16-bit pages.
+
+    Returns:
+        `dtype`[..., Hkv, C * B, D].
 
     The pool is seen as [N * Hkv, B * D], one row a page of one head, and the rows are gathered in the order in
-    which the matrix products want them: XLA:CPU moves such whole rows four times faster than the same data
-    gathered as [..., C, Hkv, B, D], and no transpose is left.
+    which the matrix products want them: XLA:CPU moves such whole rows up to four times faster than the same
+    data gathered as [..., C, Hkv, B, D], and no transpose is left. The mask is a comparison on the whole row
+    for a like reason: a fusion that only moves data, or masks it token by token, becomes one short memcpy per
+    token, at half the speed.
     """
     blocks, kv_heads, block_size, head_dim = pages.shape
     rows = block_ids[..., None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    rows_of_pool = pages.reshape(blocks * kv_heads, block_size * head_dim)
-    return rows_of_pool.at[rows].get(mode="promise_in_bounds")
-
-
-def fetch_keys(pages: jax.Array, block_ids: jax.Array, scale: float) -> jax.Array:
-    """`scale` times the keys, f32[..., Hkv, C * B, D]. Slots that hold no token keep what they hold.
-
-    Scaling here rather than in the queries is free, and faster: a fusion that only moves float32 becomes one
-    memcpy call per token, half the speed of a loop with some arithmetic in it.
-    """
-    tile = to_float32(fetch(pages, block_ids)) * scale
-    return tile.reshape(*tile.shape[:-2], -1, pages.shape[-1])
-
-
-def fetch_values(pages: jax.Array, block_ids: jax.Array, tokens: jax.Array) -> jax.Array:
-    """f32[..., Hkv, C * B, D], with zeros from slot `tokens` (i32[...]) on, whatever the pages hold there.
-
-    The mask is a comparison on the whole page row [B * D], for the reason given in `fetch_keys`.
-    """
-    _, _, block_size, head_dim = pages.shape
-    tile = to_float32(fetch(pages, block_ids))
+    tile = pages.reshape(blocks * kv_heads, block_size * head_dim).at[rows].get(mode="promise_in_bounds")
     page = jnp.arange(block_ids.shape[-1], dtype=jnp.int32)
     end = (tokens[..., None, None] - page * block_size) * head_dim  # [..., 1, C]
     live = jnp.arange(block_size * head_dim, dtype=jnp.int32) < end[..., None]
-    return jnp.where(live, tile, 0.0).reshape(*tile.shape[:-2], -1, head_dim)
+    tile = jnp.where(live, from_storage(tile, dtype), jnp.zeros((), dtype))
+    return tile.reshape(*tile.shape[:-2], -1, head_dim)
 
 
 class Softmax(NamedTuple):
@@ -85,18 +78,24 @@ class Softmax(NamedTuple):
         return self.acc / jnp.where(self.total == 0, 1.0, self.total)[..., None]
 
 
-def attend_tile(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> Softmax:
+def attend_tile(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float
+) -> Softmax:
     """One tile's softmax. `...` are batch axes, `q` queries, `l` keys.
 
     Args:
         queries: [..., q, D].
-        keys, values: [..., l, D]; keys are scaled, values that no query may see are finite.
+        keys, values: [..., l, D], of the queries' dtype, as `fetch` gives them. The weights are rounded to that
+            dtype; all sums are float32.
         visible: bool, broadcastable to [..., q, l]: which query sees which key. A query that sees none has a
             meaningless result.
+        scale: factor on the scores.
     """
     scores = jnp.einsum("...qd,...ld->...ql", queries, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible, scores * scale, MASKED)
     top = scores.max(axis=-1)
     weights = jnp.exp(scores - top[..., None])
-    acc = jnp.einsum("...ql,...ld->...qd", weights, values, preferred_element_type=jnp.float32)
+    acc = jnp.einsum(
+        "...ql,...ld->...qd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
     return Softmax(top, weights.sum(axis=-1), acc)
