@@ -1,9 +1,9 @@
 """jpaged: PagedAttention as a functional JAX program.
 
-    from jpaged import LLM, SamplingParams
+from jpaged import LLM, SamplingParams
 
-    llm = LLM("path/to/model")
-    outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+llm = LLM("path/to/model")
+outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 """
 
 from jpaged.config import EngineConfig
@@ -13,4 +13,12 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "RequestOutput",
+    "SamplingParams",
+]

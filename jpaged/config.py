@@ -37,8 +37,15 @@ class EngineConfig:
     max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
-                     "decode_steps", "max_stop_ids"):
+        for name in (
+            "num_blocks",
+            "max_model_len",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "decode_steps",
+            "max_stop_ids",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -47,12 +54,14 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "
-                f"sequence decodes one token in a step; got {self.max_num_batched_tokens}")
+                f"sequence decodes one token in a step; got {self.max_num_batched_tokens}"
+            )
         if self.max_blocks_per_seq > self.num_blocks - 1:
             raise ValueError(
                 f"num_blocks={self.num_blocks} (one of them the null block) of {self.block_size} tokens cannot hold "
                 f"one sequence of max_model_len={self.max_model_len} tokens; it needs "
-                f"{self.max_blocks_per_seq + 1} blocks: raise the KV memory or lower max_model_len")
+                f"{self.max_blocks_per_seq + 1} blocks: raise the KV memory or lower max_model_len"
+            )
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -29,8 +29,15 @@ class Engine:
     host plans while the device runs; tokens arrive one call later.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, dtype: jnp.dtype | None = None, seed: int = 0,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        dtype: jnp.dtype | None = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.config = config
         self.model = loaded.config
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
@@ -45,8 +52,14 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None = None,
-                    *, prompt: str | None = None) -> Request:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> Request:
         """Queue a prompt. Raises ValueError, before any device work, for one that cannot be served."""
         params = params or SamplingParams()
         if request_id in self.requests:
@@ -83,7 +96,8 @@ class Engine:
         if ids.size >= self.config.max_model_len:
             raise ValueError(
                 f"the prompt has {ids.size} tokens, but max_model_len is {self.config.max_model_len}, of which at "
-                f"least one is generated: at most {self.config.max_model_len - 1} are allowed")
+                f"least one is generated: at most {self.config.max_model_len - 1} are allowed"
+            )
         return ids.tolist()
 
     def abort(self, request_id: str) -> None:
@@ -141,7 +155,8 @@ class Engine:
         blocks = BlockStats(self.config.num_blocks - 1, counts.used, counts.cached, counts.shared, counts.free)
         scheduler = self.scheduler
         return self.collector.snapshot(
-            blocks, counts.tokens, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions)
+            blocks, counts.tokens, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
+        )
 
     def _read(self, dispatched: Dispatched, timing: StepTiming) -> list[Request]:
         start = self.clock()

@@ -33,7 +33,7 @@ class LLM:
         for output in llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=64)):
             print(output.outputs[0].text)
 
-    model                   a Hugging Face folder or hub id, a .gguf file, a checkpoint of this project, or a LoadedModel
+    model                   a Hugging Face folder or hub id, a .gguf file, a jpaged checkpoint, or a LoadedModel
     tokenizer               another folder, hub id or Tokenizer; by default the model's own
     dtype                   "auto" (as stored), "float32" or "bfloat16": of weights, activations and KV cache
     max_model_len           longest prompt + output; by default the model's limit, or what the KV pool holds
@@ -176,7 +176,12 @@ class LLM:
         """Compile every program; after this, no request compiles anything."""
         total = len(self.config.decode_buckets) + len(self.config.token_buckets)
         with tqdm(total=total, desc="Compiling", unit="program", disable=not progress, leave=False) as bar:
-            self.engine.warm_up(lambda name: (bar.set_postfix_str(name), bar.update()) and None)
+
+            def show(name: str) -> None:
+                bar.set_postfix_str(name)
+                bar.update()
+
+            self.engine.warm_up(show)
 
     # ------------------------------------------------------------------ the parts of a call
 
@@ -199,7 +204,8 @@ class LLM:
                 if on_error == "raise":
                     raise ValueError(f"prompt {len(order) - 1}: {error}") from error
                 outputs[request_id] = RequestOutput(
-                    request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error))
+                    request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error)
+                )
         for request_id, ids, text, each in checked:
             self.engine.add_request(request_id, ids, each, prompt=text)
         try:

@@ -36,8 +36,13 @@ def pick_num_blocks(
     """
     if not 0.0 < memory_fraction <= 1.0:
         raise ValueError(f"memory_fraction must be in (0, 1], got {memory_fraction!r}")
-    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("num_blocks", num_blocks),
-                        ("max_model_len", max_model_len), ("kv_cache_memory_bytes", kv_cache_memory_bytes)):
+    for name, value in (
+        ("block_size", block_size),
+        ("max_num_seqs", max_num_seqs),
+        ("num_blocks", num_blocks),
+        ("max_model_len", max_model_len),
+        ("kv_cache_memory_bytes", kv_cache_memory_bytes),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
     limit = model.max_position_embeddings
@@ -54,7 +59,8 @@ def pick_num_blocks(
         if num_blocks < 2:
             raise ValueError(
                 f"no room for KV blocks: one takes {per_block} bytes and at least two are needed; "
-                "raise kv_cache_memory_bytes or memory_fraction, or use a smaller model")
+                "raise kv_cache_memory_bytes or memory_fraction, or use a smaller model"
+            )
     capacity = (num_blocks - 1) * block_size
     return num_blocks, max_model_len or min(limit, capacity)
 

@@ -91,7 +91,8 @@ class Runner:
             raise RuntimeError(
                 "the block allocator ran out inside a step, although the scheduler counts every block before it "
                 f"admits: {result.num_free} blocks free, {dispatched.schedule.num_tokens} tokens scheduled. "
-                "This is a bug in jpaged; nothing was overwritten.")
+                "This is a bug in jpaged; nothing was overwritten."
+            )
         return result
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:

@@ -94,7 +94,8 @@ class Scheduler:
         if len(request.prompt_token_ids) >= room:
             raise ValueError(
                 f"request {request.request_id!r}: the prompt has {len(request.prompt_token_ids)} tokens; at most "
-                f"{room - 1} fit, since max_model_len={room} and at least one token is generated")
+                f"{room - 1} fit, since max_model_len={room} and at least one token is generated"
+            )
         self.waiting[request] = None
 
     def abort(self, request: Request) -> None:

@@ -157,7 +157,12 @@ def _grow_rows(
 
 
 def _decode_rows(
-    spec: StepSpec, model: Decoder, state: EngineState, slots: jax.Array, active: jax.Array, sampling: SamplingState
+    spec: StepSpec,
+    model: Decoder,
+    state: EngineState,
+    slots: jax.Array,
+    active: jax.Array,
+    sampling: SamplingState,
 ) -> tuple[EngineState, jax.Array]:
     """One token for every row in active bool[R], whose table already has room. Returns (state, tokens i32[R])."""
     block_size = spec.block_size
@@ -219,8 +224,6 @@ def _emit(slots: SlotState, rows: jax.Array, tokens: jax.Array, sampled: jax.Arr
     )
 
 
-def _pack_result(
-    tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState
-) -> jax.Array:
+def _pack_result(tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState) -> jax.Array:
     counts = [ok.astype(jnp.int32), steps, state.pool.num_free, state.tables.length.sum(dtype=jnp.int32)]
     return jnp.concatenate([tokens.reshape(-1), left, jnp.stack(counts)])

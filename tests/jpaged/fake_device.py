@@ -1,6 +1,7 @@
 """A device in plain Python that runs schedules as the real step does, and checks what the scheduler promised."""
 
 import numpy as np
+
 from jpaged.request import Request
 from jpaged.scheduler import Schedule, Scheduler
 

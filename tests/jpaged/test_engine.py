@@ -84,7 +84,8 @@ def test_nothing_compiles_after_warm_up():
     engine.warm_up()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event) if "compile" in event else None)
+        lambda event, seconds, **_: compiled.append(event) if "compile" in event else None
+    )
     rng = np.random.default_rng(2)
     params = [
         SamplingParams(
@@ -143,7 +144,9 @@ def test_stops(prompts):
     by_eos = engine.add_request("b", prompt, SamplingParams(temperature=0, max_tokens=20))
     by_length = engine.add_request("c", prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     many = tuple(t for t in range(97) if t not in path)[:30]
-    by_late_stop = engine.add_request("d", prompt, SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(*many, stop)))
+    by_late_stop = engine.add_request(
+        "d", prompt, SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(*many, stop))
+    )
     finish(engine)
     assert (by_stop.finish_reason, by_stop.stop_reason) == ("stop", stop)
     assert by_stop.output_token_ids == path[: path.index(stop) + 1]

@@ -4,14 +4,14 @@ import sys
 
 import numpy as np
 import pytest
+from fake_device import FakeDevice, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jpaged.config import EngineConfig
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-
-from fake_device import FakeDevice, expected_output
 
 
 def make_config(**changes) -> EngineConfig:
@@ -72,8 +72,13 @@ class Loop:
 def test_more_requests_than_memory(async_scheduling, decode_steps):
     """200 requests of mixed length, KV for about four: all right, none lost, preemption happens."""
     rng = np.random.default_rng(0)
-    config = make_config(num_blocks=30, max_num_seqs=8, watermark=0.0, async_scheduling=async_scheduling,
-                         decode_steps=decode_steps)
+    config = make_config(
+        num_blocks=30,
+        max_num_seqs=8,
+        watermark=0.0,
+        async_scheduling=async_scheduling,
+        decode_steps=decode_steps,
+    )
     loop = Loop(config)
     requests = [
         make_request(f"r{i}", int(rng.integers(1, 40)), int(rng.integers(1, 24)), eos=frozenset({3, 50}))
@@ -150,7 +155,7 @@ def test_preempted_runs_first_again():
         loop.step()
     assert next(iter(loop.scheduler.waiting)) is second
     loop.run()
-    assert [r.num_preemptions for r in (first, second, third)][0] == 0
+    assert first.num_preemptions == 0
     assert [len(r.output_token_ids) for r in (first, second, third)] == [30, 30, 30]
 
 

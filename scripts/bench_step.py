@@ -1,0 +1,142 @@
+"""A whole decode step with paged KV beside the same decoder with contiguous KV, in turns.
+
+    python scripts/bench_step.py --batch 8 32 --context 256 --dtype float32 bfloat16
+
+Both run the same Flax decoder, head and argmax at SmolLM2-135M's shape with random weights. Contiguous KV is one
+[batch, kv_heads, context, head_dim] buffer for K and for V in each layer, exactly as long as the context, so it wastes
+nothing and masks nothing but the tail: the best case for it. Paged KV has shuffled tables and the engine's whole
+step, allocator and sampling included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_tools import print_table, save_json, take_turns
+from jax import lax
+from jpaged_models import LoadedModel, merge_params
+from random_model import SMOLLM2_135M, random_model
+
+from jpaged import EngineConfig
+from jpaged.plan import HEADER
+from jpaged.runner import Runner
+
+
+def contiguous_attend(lengths: jax.Array) -> Any:
+    """Attention over contiguous K and V [R, Hkv, L, D], one query row a sequence; lengths i32[R] with the new token."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> tuple[jax.Array, Any]:
+        keys, values = cache
+        rows, heads, size, dim = keys.shape
+        place = jax.vmap(lambda buffer, new, at: lax.dynamic_update_slice(buffer, new[:, None], (0, at, 0)))
+        keys, values = (
+            place(keys, k.astype(keys.dtype), lengths - 1),
+            place(values, v.astype(values.dtype), lengths - 1),
+        )
+        grouped = q.reshape(rows, heads, -1, dim)
+        scores = jnp.einsum("rhgd,rhld->rhgl", grouped, keys, preferred_element_type=jnp.float32) * scale
+        live = jnp.arange(size) < lengths[:, None, None, None]
+        weights = jax.nn.softmax(jnp.where(live, scores, -jnp.inf), axis=-1).astype(values.dtype)
+        seen = jnp.einsum("rhgl,rhld->rhgd", weights, values, preferred_element_type=jnp.float32)
+        return seen.reshape(q.shape).astype(q.dtype), (keys, values)
+
+    return attend
+
+
+class Contiguous:
+    """A greedy decode step over contiguous KV, donated like the engine's."""
+
+    def __init__(self, loaded: LoadedModel, batch: int, context: int, dtype: jnp.dtype) -> None:
+        c = loaded.config
+        shape = (batch, c.num_kv_heads, context, c.head_dim)
+        self.cache = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(c.num_layers))
+        self.tokens = jnp.zeros(batch, jnp.int32)
+        self.lengths = jnp.full(batch, context - 1, jnp.int32)
+        self.params = loaded.params
+
+        @functools.partial(jax.jit, donate_argnums=1)
+        def step(params: dict, cache: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, jax.Array]:
+            model = merge_params(loaded.graphdef, params)
+            hidden, cache = model(tokens, lengths - 1, cache, contiguous_attend(lengths))
+            return cache, jnp.argmax(model.logits(hidden), axis=1)
+
+        self.step = step
+
+    def __call__(self) -> jax.Array:
+        self.cache, tokens = self.step(self.params, self.cache, self.tokens, self.lengths)
+        return tokens
+
+
+class Paged:
+    """The engine's decode program, one iteration a call, over sequences held at one length."""
+
+    def __init__(self, loaded: LoadedModel, batch: int, context: int, dtype: jnp.dtype, block_size: int) -> None:
+        per_seq = -(-context // block_size)
+        config = EngineConfig(
+            num_blocks=batch * per_seq + 1,
+            max_model_len=context,
+            block_size=block_size,
+            max_num_seqs=batch,
+            max_num_batched_tokens=max(batch, 32),
+            decode_steps=1,
+        )
+        self.runner = Runner(loaded, config, dtype)
+        self.layout, self.program = self.runner.programs.decode[config.decode_buckets[-1]]
+        ids = np.random.default_rng(0).permutation(np.arange(1, config.num_blocks))
+        blocks = jnp.asarray(ids.reshape(batch, per_seq), jnp.int32)
+        refcount = jnp.ones(config.num_blocks, jnp.int32).at[0].set(0)
+        state = self.runner.state
+        self.tables = state.tables._replace(blocks=blocks, length=jnp.full(batch, context - 1, jnp.int32))
+        pool = state.pool._replace(num_free=jnp.int32(0), refcount=refcount)
+        self.runner.state = state._replace(pool=pool, slots=state.slots._replace(left=jnp.full(batch, 1 << 30)))
+        plan = np.zeros(self.layout.size, np.int32)
+        plan[:HEADER] = (batch, batch, batch, 1, 0)
+        slots_at = self.layout.size - self.layout.rows
+        plan[slots_at:] = np.minimum(np.arange(self.layout.rows), batch)
+        self.plan = plan
+
+    def __call__(self) -> jax.Array:
+        # The tables are put back each time: every call decodes the last position of the same context.
+        tables = jax.tree.map(jnp.copy, self.tables)
+        state = self.runner.state._replace(tables=tables)
+        self.runner.state, result = self.program(self.runner.params, state, self.plan)
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="sequences (default: 8 32)")
+    parser.add_argument("--context", type=int, nargs="+", default=[256], help="tokens of each (default: 256)")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=30, help="layers of the model (default: 30, as SmolLM2-135M)")
+    parser.add_argument("--repeats", type=int, default=15, help="steps of each side (default: 15)")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows, the command and the machine here")
+    args = parser.parse_args()
+    rows = []
+    for name in args.dtype:
+        dtype = jnp.dtype(name)
+        loaded = random_model({**SMOLLM2_135M, "num_hidden_layers": args.layers}, name)
+        for batch in args.batch:
+            for context in args.context:
+                times = take_turns(
+                    {
+                        "contiguous": Contiguous(loaded, batch, context, dtype),
+                        "paged": Paged(loaded, batch, context, dtype, args.block_size),
+                    },
+                    args.repeats,
+                )
+                paged, contiguous = times["paged"] * 1e3, times["contiguous"] * 1e3
+                rows.append([name, batch, context, contiguous, paged, paged / contiguous])
+    header = ["dtype", "batch", "context", "contiguous ms", "paged ms", "paged / contiguous"]
+    print_table(header, rows)
+    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the benchmarks share: taking turns, medians, a Markdown table, JSON with the machine it was made on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, cores and processor, for the head of a table."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    device = jax.local_devices()[0]
+    return {
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "device": device.device_kind,
+    }
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall time of one call whose result is waited for."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, one call of every one after the other, so that a slow moment hits all alike."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A Markdown table; floats with three significant digits."""
+
+    def show(value: Any) -> str:
+        return f"{value:#.3g}".rstrip(".") if isinstance(value, (float, np.floating)) else str(value)
+
+    print("| " + " | ".join(header) + " |")
+    print("|" + "---|" * len(header))
+    for row in rows:
+        print("| " + " | ".join(map(show, row)) + " |")
+
+
+def save_json(path: str | None, rows: Any) -> None:
+    """Write rows with the command and the machine they came from; nothing without a path."""
+    if path is None:
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", *sys.argv])
+    target.write_text(json.dumps({"command": command, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
