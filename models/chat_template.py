@@ -52,9 +52,7 @@ def compile_template(source: str) -> Callable[..., str]:
 def check_messages(messages: Any) -> None:
     """Raises ``ValueError`` unless ``messages`` is a non-empty list of dicts with a role."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(
-            f"messages must be a non-empty list of {{'role', 'content'}} dicts, got {messages!r}"
-        )
+        raise ValueError(f"messages must be a non-empty list of {{'role', 'content'}} dicts, got {messages!r}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} must be a dict with a 'role' string, got {message!r}")

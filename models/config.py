@@ -63,9 +63,7 @@ class ModelConfig:
         """Read a ``config.json`` dict. Raises ``ConfigError`` naming what is missing or not supported."""
         model_type = hf.get("model_type")
         if model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"model_type {model_type!r} is not supported; allowed: {', '.join(MODEL_TYPES)}"
-            )
+            raise ConfigError(f"model_type {model_type!r} is not supported; allowed: {', '.join(MODEL_TYPES)}")
         # Only Llama ever left the number of key/value heads out (Llama 1 and 2 have one per query head)
         needed = _NEEDED if model_type == "llama" else (*_NEEDED, "num_key_value_heads")
         missing = [name for name in needed if hf.get(name) is None]
@@ -73,9 +71,7 @@ class ModelConfig:
             raise ConfigError(f"the config of a {model_type!r} model needs {', '.join(map(repr, missing))}")
         activation = hf.get("hidden_act", "silu")
         if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"hidden_act {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}"
-            )
+            raise ConfigError(f"hidden_act {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}")
         _refuse_sliding_window(hf)
         hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
         head_dim = hf.get("head_dim")
@@ -83,9 +79,7 @@ class ModelConfig:
             head_dim = 128  # its default in transformers
         elif head_dim is None:
             if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0):
-                raise ConfigError(
-                    f"without head_dim, hidden_size {hidden!r} must be a multiple of {heads!r} heads"
-                )
+                raise ConfigError(f"without head_dim, hidden_size {hidden!r} must be a multiple of {heads!r} heads")
             head_dim = hidden // heads
         bias = bool(hf.get("attention_bias", False)) and model_type in ("llama", "qwen3")
         return cls(
@@ -125,12 +119,8 @@ class ModelConfig:
     def from_dict(cls, saved: Mapping[str, Any]) -> "ModelConfig":
         """The inverse of ``to_dict``, also after a trip through JSON."""
         try:
-            rope: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in saved["rope"].items()
-            }
-            rest: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "rope"
-            }
+            rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["rope"].items()}
+            rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "rope"}
             return cls(rope=RopeConfig(**rope), **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a saved ModelConfig: {error}") from error

@@ -23,9 +23,7 @@ class GenerationDefaults:
     def from_hf(cls, hf: Mapping[str, Any], config: ModelConfig) -> "GenerationDefaults":
         """Read a ``generation_config.json`` dict ({} if none); its stop tokens win over the config's."""
         fields = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return cls(
-            token_ids(hf.get("eos_token_id")) or config.eos_token_ids, **{n: hf.get(n) for n in fields}
-        )
+        return cls(token_ids(hf.get("eos_token_id")) or config.eos_token_ids, **{n: hf.get(n) for n in fields})
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -85,9 +85,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(backend, special, metadata.get("tokenizer.chat_template"))
 
 
-def _byte_level_bpe(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
-) -> tuple[_Json, bool]:
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tuple[_Json, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
         raise CheckpointError(
@@ -106,9 +104,7 @@ def _byte_level_bpe(
     return description, rules.get("add_bos", False)
 
 
-def _sentencepiece_bpe(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
-) -> tuple[_Json, bool]:
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tuple[_Json, bool]:
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise CheckpointError("the GGUF tokenizer needs tokenizer.ggml.scores, one for each token")
@@ -148,9 +144,7 @@ def _bpe(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[
     }
 
 
-def _merges_from_scores(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
-) -> list[tuple[str, str]]:
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
     """SentencePiece merges whatever two pieces make the best-scored one; written out as ranked merges."""
     mergeable = {token: i for i, token in enumerate(tokens) if types[i] in (1, _USER_DEFINED)}
     found = []
@@ -189,9 +183,7 @@ def _template(metadata: Mapping[str, Any], tokens: Sequence[str], add_bos: bool)
         "single": sequence("A", 0),
         "pair": sequence("A", 0) + sequence("B", 1),
         "special_tokens": {
-            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}
-            for i in (bos, eos)
-            if i is not None
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in (bos, eos) if i is not None
         },
     }
 

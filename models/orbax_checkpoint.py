@@ -95,7 +95,10 @@ def restore_params(
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=(shardings or {}).get(name, default))
         for name, leaf in shapes.items()
     }
-    with ocp.StandardCheckpointer() as checkpointer:
+    # Orbax would read everything at once and hold a second copy of it: one gigabyte, or two arrays, at a time
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=1 + 2 * largest // 10**9)
+    with ocp.Checkpointer(handler) as checkpointer:
         try:
             metadata = checkpointer.metadata(folder / "params").item_metadata
             found = {name: tuple(entry.shape) for name, entry in metadata.tree.items()}
@@ -103,20 +106,16 @@ def restore_params(
             raise CheckpointError(f"{folder / 'params'} is damaged or not there: {error}") from error
         _compare({name: leaf.shape for name, leaf in wanted.items()}, found, folder)
         try:
-            return graphdef, checkpointer.restore(folder / "params", wanted)
+            return graphdef, checkpointer.restore(folder / "params", args=ocp.args.StandardRestore(wanted))
         except Exception as error:
             raise CheckpointError(f"{folder / 'params'} is damaged: {error}") from error
 
 
-def _compare(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
+def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     wrong = {
         "missing": [n for n in wanted if n not in found],
         "unexpected": [n for n in found if n not in wanted],
-        "misshaped": [
-            f"{n} {found[n]} (should be {s})" for n, s in wanted.items() if n in found and found[n] != s
-        ],
+        "misshaped": [f"{n} {found[n]} (should be {s})" for n, s in wanted.items() if n in found and found[n] != s],
     }
     problems = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
     if problems:

@@ -12,9 +12,7 @@ from .decoder import Attend
 LayerPages = tuple[jax.Array, jax.Array]  # k_pages, v_pages: [N, Hkv, B, D] each
 
 
-def init_cache(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype
-) -> tuple[LayerPages, ...]:
+def init_cache(config: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype) -> tuple[LayerPages, ...]:
     """Zeroed pages of ``num_blocks`` blocks (block 0 is the null block) per layer, each its own buffer."""
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if value < 1:

@@ -31,9 +31,7 @@ def merge_params(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> Dec
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
-def param_shapes(
-    config: ModelConfig, dtype: jnp.dtype
-) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+def param_shapes(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
     """The graph of a decoder and the shape and dtype of every parameter, without allocating any."""
     graphdef, state = nnx.split(abstract_decoder(config, dtype))
     leaves = nnx.to_flat_state(state)

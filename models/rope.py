@@ -57,9 +57,7 @@ class RopeConfig:
         theta = 10_000.0 if theta is None else float(theta)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_KINDS:
-            raise ConfigError(
-                f"rope scaling type {kind!r} is not supported; allowed: {', '.join(ROPE_KINDS)}"
-            )
+            raise ConfigError(f"rope scaling type {kind!r} is not supported; allowed: {', '.join(ROPE_KINDS)}")
         partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor {partial!r} is not supported; allowed: 1 or absent")
@@ -112,9 +110,7 @@ class RopeConfig:
         )
 
     @classmethod
-    def _yarn(
-        cls, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
-    ) -> "RopeConfig":
+    def _yarn(cls, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int) -> "RopeConfig":
         factor = scaling.get("factor")
         factor = max_positions / original if factor is None else float(factor)
         attention = scaling.get("attention_factor")
@@ -162,9 +158,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     """Slow waves are stretched by ``factor``, fast ones kept, those between blended."""
-    turns = (
-        np.float32(rope.original_max_positions) * plain / np.float32(2 * math.pi)
-    )  # in the original context
+    turns = np.float32(rope.original_max_positions) * plain / np.float32(2 * math.pi)  # in the original context
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = np.clip(blend, 0, 1).astype(np.float32)
     return (1 - blend) * plain / np.float32(rope.factor) + blend * plain
@@ -194,9 +188,7 @@ def rotary_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple
         length = jnp.maximum(position + 1, rope.original_max_positions)
         growth = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim - 2)
-        frequencies = (
-            jnp.asarray(inverse_frequencies(rope, head_dim)) * growth**-exponents
-        )  # [T, head_dim / 2]
+        frequencies = jnp.asarray(inverse_frequencies(rope, head_dim)) * growth**-exponents  # [T, head_dim / 2]
     else:
         frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = position * frequencies

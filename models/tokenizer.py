@@ -37,9 +37,7 @@ class Tokenizer:
         """Read ``tokenizer.json`` and, if there, ``tokenizer_config.json`` and ``chat_template.jinja``."""
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(
-                f"{folder} holds no tokenizer.json (the only tokenizer format read from folders)"
-            )
+            raise CheckpointError(f"{folder} holds no tokenizer.json (the only tokenizer format read from folders)")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -47,9 +45,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = read_object(folder / "tokenizer_config.json", optional=True)
-        special = {
-            name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
-        }
+        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         template = _default_template(config.get("chat_template"))
         jinja = folder / "chat_template.jinja"
         if jinja.is_file():
@@ -60,9 +56,7 @@ class Tokenizer:
         """Write files that ``from_folder`` reads back."""
         self.backend.save(str(folder / "tokenizer.json"))
         config = {**self.special_tokens, "chat_template": self.chat_template}
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(config, ensure_ascii=False), encoding="utf-8"
-        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` also those it always adds (often BOS)."""

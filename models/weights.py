@@ -86,9 +86,7 @@ def recipes(c: ModelConfig) -> dict[str, Recipe]:
         linear(f"{us}.attention.out", {f"{attention}.o_proj": hidden}, q, c.attention_out_bias)
         if c.qk_norm:
             for which in ("q_norm", "k_norm"):
-                made[f"{us}.attention.{which}.weight"] = Recipe(
-                    {f"{attention}.{which}.weight": (c.head_dim,)}
-                )
+                made[f"{us}.attention.{which}.weight"] = Recipe({f"{attention}.{which}.weight": (c.head_dim,)})
         gate_up = {f"{hf}.mlp.gate_proj": wide, f"{hf}.mlp.up_proj": wide}
         linear(f"{us}.mlp.gate_up", gate_up, hidden, c.mlp_bias)
         linear(f"{us}.mlp.down", {f"{hf}.mlp.down_proj": hidden}, wide, c.mlp_bias)
@@ -131,11 +129,7 @@ def load_params(
 def check_tensors(config: ModelConfig, made: Mapping[str, Recipe], source: TensorSource) -> None:
     """Compare what the config asks for with what the source has; ``CheckpointError`` on any difference."""
     wanted = {name: shape for recipe in made.values() for name, shape in recipe.parts.items()}
-    found = {
-        name: tuple(shape)
-        for name, shape in source.shapes().items()
-        if not name.endswith("rotary_emb.inv_freq")
-    }
+    found = {name: tuple(shape) for name, shape in source.shapes().items() if not name.endswith("rotary_emb.inv_freq")}
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
     misshaped = [

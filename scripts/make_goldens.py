@@ -97,9 +97,7 @@ def make_logits() -> None:
     for family in families.FAMILIES:
         hf = families.hf_config(family)
         config = transformers.AutoConfig.for_model(**hf)
-        model = (
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(torch.from_numpy(families.tensor(name, tuple(parameter.shape))))

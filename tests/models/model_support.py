@@ -52,9 +52,7 @@ def contiguous_attend(start: jax.Array) -> Any:
     """Attention of one sequence over a plain cache (k, v: [S, Hkv, D]), writing from ``start`` on."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> Any:
-        keys, values = (
-            jax.lax.dynamic_update_slice(c, x, (start, 0, 0)) for c, x in zip(cache, (k, v), strict=True)
-        )
+        keys, values = (jax.lax.dynamic_update_slice(c, x, (start, 0, 0)) for c, x in zip(cache, (k, v), strict=True))
         group = q.shape[1] // k.shape[1]
         scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(keys, group, axis=1)) * scale
         seen = jnp.arange(keys.shape[0])[None] <= start + jnp.arange(q.shape[0])[:, None]

@@ -41,9 +41,7 @@ def test_logits_equal_transformers(goldens: Path, family: str) -> None:
     assert support.relative_error(np.asarray(logits), golden["logits"][:prompt]) < BAR
     for i in range(prompt, len(tokens)):
         logits, cache = step(params, tokens[i : i + 1], jnp.int32(i), cache)
-        assert support.relative_error(np.asarray(logits), golden["logits"][i : i + 1]) < BAR, (
-            f"step {i - prompt}"
-        )
+        assert support.relative_error(np.asarray(logits), golden["logits"][i : i + 1]) < BAR, f"step {i - prompt}"
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

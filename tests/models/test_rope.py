@@ -29,9 +29,7 @@ def test_scores_depend_on_the_distance_only() -> None:
     q, k = random(1, 1, D), random(1, 1, D)
 
     def score(at: int, back: int) -> float:
-        turned = [
-            rotate(x, rotary_table(RopeConfig(), D, jnp.asarray([p]))) for x, p in ((q, at), (k, at - back))
-        ]
+        turned = [rotate(x, rotary_table(RopeConfig(), D, jnp.asarray([p]))) for x, p in ((q, at), (k, at - back))]
         return float(jnp.vdot(*turned))
 
     assert score(5, 3) == pytest.approx(score(105, 3), rel=1e-4)
@@ -56,9 +54,7 @@ def test_rotation_against_complex_numbers() -> None:
 
 
 def test_llama3_keeps_fast_waves_and_stretches_slow_ones() -> None:
-    plain, scaled = (
-        inverse_frequencies(dataclasses.replace(LLAMA3, kind=k), 128) for k in ("default", "llama3")
-    )
+    plain, scaled = (inverse_frequencies(dataclasses.replace(LLAMA3, kind=k), 128) for k in ("default", "llama3"))
     wavelength = 2 * np.pi / plain
     np.testing.assert_array_equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
     np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
