@@ -86,9 +86,7 @@ class NumpyAllocator:
         shared = self.refcount[ids] > 1
         rows, columns, ids = rows[shared], columns[shared], ids[shared]
         if rows.size:
-            _, first, back, writers = np.unique(
-                ids, return_index=True, return_inverse=True, return_counts=True
-            )
+            _, first, back, writers = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
             keeps = (writers[back] == self.refcount[ids]) & (first[back] == np.arange(rows.size))
             rows, columns, ids = rows[~keeps], columns[~keeps], ids[~keeps]
             np.subtract.at(self.refcount, ids, 1)
@@ -183,13 +181,9 @@ def measure(rows: int, columns: int, blocks: int, repeats: int) -> list[dict[str
         call = median_ms(once, repeats, lambda: jax.block_until_ready(copy(state)))
         inside = None
         if again:
-            many = jax.jit(
-                lambda s, f=device: lax.fori_loop(0, INSIDE, lambda _, s: f(s), s), donate_argnums=0
-            )
+            many = jax.jit(lambda s, f=device: lax.fori_loop(0, INSIDE, lambda _, s: f(s), s), donate_argnums=0)
             many(copy(state))
-            inside = (
-                median_ms(many, max(3, repeats // 5), lambda: jax.block_until_ready(copy(state))) / INSIDE
-            )
+            inside = median_ms(many, max(3, repeats // 5), lambda: jax.block_until_ready(copy(state))) / INSIDE
         numpy = median_ms(host, repeats, lambda: NumpyAllocator(state))
         table.append({"operation": name, "call_ms": call, "inside_ms": inside, "numpy_ms": numpy})
     run_audit = jax.jit(functools.partial(audit, block_size=BLOCK_SIZE))
@@ -200,9 +194,7 @@ def measure(rows: int, columns: int, blocks: int, repeats: int) -> list[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="rows of the block table (sequence slots)")
     parser.add_argument("--columns", type=int, default=256, help="most blocks of a row")
     parser.add_argument("--blocks", type=int, default=65_536, help="blocks in the pool")
@@ -211,16 +203,11 @@ def main() -> None:
     args = parser.parse_args()
 
     table = measure(args.rows, args.columns, args.blocks, args.repeats)
-    print(
-        f"{args.rows} rows x {args.columns} blocks, pool of {args.blocks}, on {jax.default_backend()}; medians, ms"
-    )
+    print(f"{args.rows} rows x {args.columns} blocks, pool of {args.blocks}; medians in ms")
     print(f"{'operation':<50}{'call':>10}{'inside':>10}{'numpy':>10}")
     for line in table:
         cells = [line[key] for key in ("call_ms", "inside_ms", "numpy_ms")]
-        print(
-            f"{line['operation']:<50}"
-            + "".join(f"{'-' if c is None else format(c, '.3f'):>10}" for c in cells)
-        )
+        print(f"{line['operation']:<50}" + "".join(f"{'-' if c is None else format(c, '.3f'):>10}" for c in cells))
     if args.json:
         sizes = {key: getattr(args, key) for key in ("rows", "columns", "blocks", "repeats")}
         machine = {"backend": jax.default_backend(), "jax": jax.__version__, "machine": platform.machine()}
