@@ -48,6 +48,7 @@ def make_case(
     num_decode: int = 0,
     rows: int | None = None,
     columns: int | None = None,
+    blocks: int | None = None,
     heads: tuple[int, int] = (2, 3),
     head_dim: int = 64,
     block_size: int = 16,
@@ -57,13 +58,14 @@ def make_case(
 ) -> Case:
     """A batch with `lengths` tokens a sequence, of which `queries` are this step's rows (None: decode batch).
 
-    `heads` is (KV heads, query heads per KV head). `share`: sequences share the full blocks of the first one.
+    `rows`, `columns` and `blocks` pad the packed rows, the tables and the pool to fixed sizes, so that many cases
+    share one compiled program. `heads` is (KV heads, query heads per KV head). `share`: sequences share the full blocks of the first one.
     Blocks are handed out in random order; NaN fills block 0, every unused block and every slot past the end.
     """
     kv_heads, group = heads
     needed = [-(-n // block_size) for n in lengths]
     columns = columns or max([1, *needed])
-    blocks = 1 + sum(needed) + 3
+    blocks = blocks or 1 + sum(needed) + 3
     tables = np.zeros((len(lengths), columns), np.int32)
     free = list(rng.permutation(np.arange(1, blocks)))
     full = np.zeros(blocks, np.int32)  # how many slots of each block hold tokens
@@ -92,9 +94,7 @@ def make_case(
     for r, (start, count) in enumerate(zip(first, counts, strict=True)):
         position = np.arange(lengths[r] - count, lengths[r])
         if lengths[r]:
-            slots[start : start + count] = (
-                tables[r, position // block_size] * block_size + position % block_size
-            )
+            slots[start : start + count] = tables[r, position // block_size] * block_size + position % block_size
     batch = PagedBatch(
         tables,
         np.array(lengths, np.int32),

@@ -1,0 +1,117 @@
+"""What the public functions refuse, and that the message names the argument. And `check_batch`, rule by rule."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_cases import fresh_rng, make_case
+
+from pallas_kernels import check_batch, copy_blocks, init_pages, paged_attention, storage_dtype, write_kv
+
+
+def bad_attention(**changes):
+    """Calls paged_attention on a good mixed case with some arguments or batch fields replaced."""
+    case = make_case(fresh_rng(), [20, 5, 9], [1, 5, 3], num_decode=1)
+    arguments = {"q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages}
+    batch = case.batch._replace(**{k: v for k, v in changes.items() if k in case.batch._fields})
+    options = {"scale": 0.1} | {k: v for k, v in changes.items() if k in ("scale", "backend")}
+    arguments |= {k: v for k, v in changes.items() if k in arguments}
+    return paged_attention(*arguments.values(), batch, **options)
+
+
+def ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "cuda"}, "backend: got 'cuda'.*'auto', 'xla', 'oracle'"),
+        ({"q": np.zeros((9, 6, 32), np.float32)}, r"q: got shape \(9, 6, 32\).*\[T, Hq, 64\]"),
+        ({"q": np.zeros((9, 5, 64), np.float32)}, "q: got 5 query heads.*multiple of the 2 KV heads"),
+        ({"q": np.zeros((9, 6, 64), np.int32)}, "q: got dtype int32.*float"),
+        ({"k_pages": np.zeros((9, 2, 64), np.float32)}, "k_pages: got shape"),
+        ({"k_pages": np.zeros((9, 2, 16, 64), np.int8)}, "k_pages: got dtype int8.*float32, bfloat16, uint16"),
+        ({"v_pages": np.zeros((9, 2, 16, 64), np.uint16)}, "v_pages: got uint16.*k_pages"),
+        ({"block_tables": ints(3)}, r"block_tables: got shape \(3,\).*\[R, M\]"),
+        ({"block_tables": np.zeros((3, 2))}, "block_tables: got dtype float64.*int32"),
+        ({"kv_lengths": ints(4)}, "kv_lengths: got shape"),
+        ({"write_slots": ints(8)}, "write_slots: got shape"),
+        ({"query_starts": ints(3)}, r"query_starts: got shape \(3,\).*\(4,\)"),
+        ({"num_decode": ints(1)}, "num_decode: got shape"),
+        ({"query_starts": None}, "q: got 9 rows.*3 rows"),
+        ({"scale": float("nan")}, "scale: got nan.*finite"),
+    ],
+)
+def test_attention_refuses(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bad_attention(**changes)
+
+
+def test_attention_refuses_num_decode_in_a_decode_batch() -> None:
+    case = make_case(fresh_rng(), [20, 5])
+    with pytest.raises(ValueError, match="num_decode"):
+        paged_attention(*case.args[:3], case.batch._replace(num_decode=ints()), scale=1.0)
+
+
+def test_pages_refuse() -> None:
+    pages = jnp.zeros((4, 2, 16, 8))
+    row = jnp.zeros((3, 2, 8))
+    with pytest.raises(ValueError, match="dtype: got int8"):
+        storage_dtype(jnp.int8, "cpu")
+    with pytest.raises(ValueError, match="block_size: got 0; allowed is at least 1"):
+        init_pages(4, 2, 0, 8, jnp.float32)
+    with pytest.raises(ValueError, match=r"k: got shape \(3, 1, 8\).*\[T, 2, 8\]"):
+        write_kv(pages, pages, row[:, :1], row, jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="v: got shape"):
+        write_kv(pages, pages, row, row[:2], jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="v: got dtype int32"):
+        write_kv(pages, pages, row, row.astype(jnp.int32), jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="write_slots: got shape"):
+        write_kv(pages, pages, row, row, jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="write_slots: got dtype float32"):
+        write_kv(pages, pages, row, row, jnp.zeros(3))
+    with pytest.raises(ValueError, match="pages: got shape"):
+        copy_blocks(pages[0], jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="dst: got shape"):
+        copy_blocks(pages, jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32))
+
+
+def test_refusals_come_while_tracing_too() -> None:
+    """Before any device work: the shapes alone are enough."""
+    case = make_case(fresh_rng(), [20, 5])
+    with pytest.raises(ValueError, match="q: got"):
+        jax.eval_shape(
+            lambda q: paged_attention(q, *case.args[1:4], scale=1.0), jax.ShapeDtypeStruct((2, 5, 64), "float32")
+        )
+
+
+def test_check_batch() -> None:
+    case = make_case(fresh_rng(), [20, 0, 5, 40, 3], [1, 1, 5, 2, 0], num_decode=2, rows=11)
+    batch, blocks = case.batch, len(case.k_pages)
+    check_batch(batch, blocks, 16)
+
+    def changed(field: str, index: object, value: int):
+        array = getattr(batch, field).copy()
+        array[index] = value
+        return batch._replace(**{field: array})
+
+    for broken, message in [
+        (changed("kv_lengths", 2, 49), "kv_lengths must be in 0..48"),
+        (changed("kv_lengths", 2, -1), "kv_lengths must be"),
+        (changed("kv_lengths", 2, 4), "sequence 2 has 5 rows but only 4 tokens"),
+        (changed("block_tables", (0, 0), blocks), "block_tables must hold ids"),
+        (changed("block_tables", (3, 1), 0), "sequence 3 reads block 0"),
+        (changed("write_slots", 0, blocks * 16), "write_slots must be in"),
+        (changed("write_slots", 3, 5), "write_slots: row 3 is position 1 of sequence 2"),
+        (changed("write_slots", 10, 16), "padding row 10 points outside block 0"),
+        (changed("query_starts", 0, 1), "query_starts must rise from 0"),
+        (changed("query_starts", 5, 12), "query_starts must rise from 0 to at most 11"),
+        (batch._replace(num_decode=np.int32(3)), "num_decode=3"),
+        (batch._replace(query_starts=None), "num_decode must be None"),
+        (batch._replace(query_starts=None, num_decode=None), "got 11 rows, 5 sequences"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_batch(broken, blocks, 16)
