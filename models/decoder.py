@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from .config import ModelConfig
-from .layers import Linear, RMSNorm, matmul
+from .layers import Linear, RMSNorm, matmul, take_rows
 from .rope import rotary_table, rotate
 
 # (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], layer_cache, scale) -> (out [T,Hq,D], layer_cache)
@@ -88,8 +89,9 @@ class Decoder(nnx.Module):
 
         Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped.
         """
-        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, H]
-        rotary = rotary_table(self.config.rope, self.config.head_dim, positions)
+        x = take_rows(self.embedding[...], tokens)  # [T, H]
+        # The barrier: or XLA computes sines and cosines again in every layer that uses them.
+        rotary = lax.optimization_barrier(rotary_table(self.config.rope, self.config.head_dim, positions))
         updated = []
         for block, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = block(x, rotary, layer_cache, attend)

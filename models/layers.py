@@ -18,6 +18,18 @@ def matmul(x: jax.Array, weight: jax.Array, contract: int = 0) -> jax.Array:
     )
 
 
+def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """table[ids], [T, H] from [V, H]; ids i32[T] outside [0, V) are clipped.
+
+    bfloat16 rows are gathered as bits: XLA:CPU turns a gather of bfloat16 into one of float32 and converts the whole
+    table first, in every step.
+    """
+    if table.dtype != jnp.bfloat16:
+        return table.at[ids].get(mode="clip")
+    rows = lax.bitcast_convert_type(table, jnp.uint16).at[ids].get(mode="clip")
+    return lax.bitcast_convert_type(rows, table.dtype)
+
+
 class Linear(nnx.Module):
     """y [T, out] = x [T, in] @ weight (+ bias), in x's dtype."""
 

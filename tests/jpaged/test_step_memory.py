@@ -1,0 +1,49 @@
+"""What the compiler says of the step programs: the KV pool is updated in place, no copy of it or of a weight."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jpaged_models import ModelConfig, param_shapes
+from tiny import HF_CONFIG
+
+from jpaged import EngineConfig
+from jpaged.runner import build_programs
+from jpaged.state import init_state
+
+LARGE = {**HF_CONFIG, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+GIGABYTE = 1 << 30
+
+
+def compile_step(kind: str, dtype: str) -> tuple[jax.stages.Compiled, int, list[tuple[int, ...]]]:
+    """(compiled program with a pool of 1 GB, bytes of the pool, shapes of the pool's and the weights' arrays)."""
+    model = ModelConfig.from_hf({**LARGE, "vocab_size": 1024})
+    block = 2 * 2 * 4 * 16 * 64 * jnp.dtype(dtype).itemsize
+    config = EngineConfig(
+        num_blocks=GIGABYTE // block, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=32, decode_steps=4
+    )
+    graphdef, params = param_shapes(model, jnp.dtype(dtype))
+    state = jax.eval_shape(lambda: init_state(model, config, jnp.dtype(dtype)))
+    programs = build_programs(graphdef, config)
+    layout, program = (programs.decode if kind == "decode" else programs.mixed)[8 if kind == "decode" else 32]
+    compiled = program.lower(params, state, jax.ShapeDtypeStruct((layout.size,), np.int32)).compile()
+    pool = jax.tree.leaves(state.cache)
+    weights = [leaf.shape for leaf in params.values() if leaf.ndim == 2]
+    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in pool), [pool[0].shape, *weights]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_pool_is_aliased_and_nothing_is_copied(kind, dtype):
+    compiled, pool_bytes, shapes = compile_step(kind, dtype)
+    memory = compiled.memory_analysis()
+    assert pool_bytes > 0.99 * GIGABYTE
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 0.02 * pool_bytes
+    text = compiled.as_text()
+    for shape in shapes:
+        dims = ",".join(map(str, shape))
+        moved = re.findall(rf"= \w+\[{dims}\]\S* (?:copy|convert|transpose|copy-start)\(.*", text)
+        assert not moved, moved[0]
