@@ -7,11 +7,11 @@ top_k, top_p (on what top_k left). Ties at a threshold are kept.
 Everything is expressed in *weights*, w = exp((logit - highest logit) / temperature): between 0 and 1, the
 most likely token has 1, so min_p is a threshold on w as it stands; and floats >= 0 order like their bits.
 
-No sort, no argmax, no noise per token: for [32, 49152] logits on two CPU cores XLA's argmax takes 3.6 ms, a
+No sort and nothing random per token: for [32, 49152] logits on two CPU cores XLA's argmax takes 3.6 ms, a
 top_k of 256 5, Gumbel noise 9 (hashed) to 13 (threefry), an elementwise pass 0.2 to 0.5. Hence
   - greedy: the maximum, then the lowest id that has it (two passes);
-  - draw: sum the weights in pairs into a binary tree and walk down it, with a fresh random number at each
-    fork. As exact as the Gumbel trick, it costs one pass and log2(V) random numbers instead of V;
+  - draw: lay the vocabulary out as a matrix, draw a column by the columns' sums, then a token inside it. As
+    exact as one draw, and it needs V / 64 + 64 random numbers instead of V;
   - top_k and top_p: bisect the bits of the threshold, over the few columns that can hold it (`_candidates`).
 """
 
@@ -60,9 +60,7 @@ def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax
     num_rows, vocab = logits.shape
     for name, value in (*params._asdict().items(), ("position", position)):
         if value.shape[:1] != (num_rows,):
-            raise ValueError(
-                f"{name} must have one entry for each of {num_rows} rows, got {list(value.shape)}"
-            )
+            raise ValueError(f"{name} must have one entry for each of {num_rows} rows, got {list(value.shape)}")
 
     peak = jnp.max(logits, axis=1)
     ids = jnp.arange(vocab, dtype=jnp.int32)
@@ -75,15 +73,11 @@ def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax
     params = params._replace(top_k=top_k, top_p=top_p, min_p=min_p)
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
 
-    def draw(weigh: Callable[[jax.Array, jax.Array, SamplingState], jax.Array]) -> jax.Array:
-        tokens = _draw(weigh(logits, peak, params), _uniforms(params.seed, position, vocab))
-        return jnp.where(random, tokens, greedy)
+    def draw() -> jax.Array:
+        weights = lax.cond(jnp.any(filtered), _filtered_weights, _weights, logits, peak, params)
+        return jnp.where(random, _draw(weights, params.seed, position), greedy)
 
-    return lax.cond(
-        jnp.any(random),
-        lambda: lax.cond(jnp.any(filtered), lambda: draw(_filtered_weights), lambda: draw(_weights)),
-        lambda: greedy,
-    )
+    return lax.cond(jnp.any(random), draw, lambda: greedy)
 
 
 def filtered_weights(logits: jax.Array, params: SamplingState) -> jax.Array:
@@ -220,56 +214,35 @@ def _floats(bits: jax.Array) -> jax.Array:
 # --- drawing ---
 
 
-def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """A token i32[R] by weight from `weights` f32[R, V]; `uniforms` f32[R, _forks(V)] decides at each fork.
-
-    First among the columns of the matrix by their totals, then inside the column. Sums are halves added
-    elementwise, so their order is fixed here and does not depend on the number of rows.
-    """
+def _draw(weights: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """A token i32[R] by weight from `weights` f32[R, V]: first a column of the matrix, then a token in it."""
     matrix = _as_matrix(weights)
-    columns = matrix
-    while columns.shape[1] > 1:
-        columns = _add_halves(columns)
-    columns = columns[:, 0]
-    forks = _forks(columns.shape[1])
-    column = _walk(columns, uniforms[:, :forks])
+    width = matrix.shape[2]
+    noise = _exponentials(seed, position, width + _DEPTH)
+    column = _race(jnp.sum(matrix, axis=1), noise[:, :width])
     inside = jnp.take_along_axis(matrix, column[:, None, None], axis=2, mode="promise_in_bounds")[:, :, 0]
-    return _walk(inside, uniforms[:, forks:]) * columns.shape[1] + column
+    return _race(inside, noise[:, width:]) * width + column
 
 
-def _walk(leaves: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """A leaf i32[R] by weight from `leaves` f32[R, n]: down the binary tree of their sums.
+def _race(weights: jax.Array, noise: jax.Array) -> jax.Array:
+    """An index i32[R] by weight from `weights` f32[R, n] and exponential `noise` f32[R, n]; 0 if all are 0.
 
-    At a fork the right side is taken with probability right / (left + right), and never if it is empty.
+    The first arrival among Poisson processes of these rates, which is the Gumbel-max trick without logarithms
+    of the weights. A weight of 0 never arrives.
     """
-    levels = [leaves]
-    while levels[-1].shape[1] > 1:
-        levels.append(_add_halves(levels[-1]))
-    row = jnp.arange(leaves.shape[0])
-    index = jnp.zeros_like(row)
-    for fork, level in enumerate(reversed(levels[:-1])):
-        half = _half(level.shape[1])
-        left = level.at[row, index].get(mode="promise_in_bounds")
-        right = level.at[row, index + half].get(mode="fill", fill_value=0.0)
-        go_right = (right > 0) & (uniforms[:, fork] * (left + right) >= left)
-        index = jnp.where(go_right, index + half, index)
-    return index.astype(jnp.int32)
+    return jnp.argmax(weights / noise, axis=1).astype(jnp.int32)
 
 
-def _add_halves(values: jax.Array) -> jax.Array:
-    """[R, n, ...] -> [R, ceil(n / 2), ...]: the second half of axis 1 added to the first."""
-    half = _half(values.shape[1])
-    rest = [(0, 2 * half - values.shape[1]) if axis == 1 else (0, 0) for axis in range(values.ndim)]
-    return values[:, :half] + jnp.pad(values[:, half:], rest)
+def _exponentials(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
+    """Exponential random numbers f32[R, count], finite and above 0, from `seed` u32[R, 2] and `position` i32[R]."""
 
+    def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.bits(key, (count,), jnp.uint32)
 
-def _half(n: int) -> int:
-    return (n + 1) // 2
-
-
-def _forks(leaves: int) -> int:
-    """Depth of the tree over `leaves` leaves."""
-    return (leaves - 1).bit_length()
+    # All 32 bits: small numbers, by which unlikely tokens win, keep their full precision.
+    uniform = (jax.vmap(bits)(seed, position).astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
 
 
 def _as_matrix(weights: jax.Array) -> jax.Array:
@@ -277,14 +250,3 @@ def _as_matrix(weights: jax.Array) -> jax.Array:
     num_rows, vocab = weights.shape
     width = -(-vocab // _DEPTH)
     return jnp.pad(weights, ((0, 0), (0, _DEPTH * width - vocab))).reshape(num_rows, _DEPTH, width)
-
-
-def _uniforms(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """Numbers f32[R, n] in [0, 1) from `seed` u32[R, 2] and `position` i32[R], one a fork down to a token."""
-    forks = _forks(_DEPTH) + _forks(-(-vocab // _DEPTH))
-
-    def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.bits(key, (forks,), jnp.uint32)
-
-    return (jax.vmap(bits)(seed, position) >> 8).astype(jnp.float32) * 2.0**-24
