@@ -9,6 +9,7 @@ from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.ragged import ragged_attention
 
 
+@jax.jit  # traced and lowered once for all layers of a step, which XLA then inlines as before
 def attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float
 ) -> jax.Array:
