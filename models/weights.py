@@ -49,7 +49,7 @@ class DictSource:
         return next(iter(self._tensors.values())).dtype
 
     def read(self, name: str) -> np.ndarray:
-        return self._tensors[name]
+        return self._tensors[name].copy()  # a device array may share its memory
 
 
 class Recipe(NamedTuple):

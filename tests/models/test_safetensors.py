@@ -96,6 +96,15 @@ def test_generation_config(tmp_path: Path) -> None:
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, None)
 
 
+def test_another_tokenizer(tmp_path: Path, shared: Path) -> None:
+    support.write_folder(tmp_path)
+    by_path = load_model(tmp_path, tokenizer=shared / "models" / "stories260k").tokenizer
+    assert by_path is not None and by_path.vocab_size == 512
+    assert load_model(tmp_path, tokenizer=by_path).tokenizer is by_path
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer.json"):
+        load_model(tmp_path, tokenizer=tmp_path)
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     config = {k: v for k, v in {**config, **changes}.items() if v is not None}
