@@ -12,6 +12,7 @@ from jpaged.sampling import SamplingState, filtered_weights, sample, seed_words
 WIDE = 20_000  # wide enough for the search among candidate columns; narrower vocabularies are searched whole
 
 run = jax.jit(sample)
+run_steps = jax.jit(lambda logits, params, steps: jax.lax.map(lambda at: sample(logits, params, at), steps))
 run_weights = jax.jit(filtered_weights)
 
 
@@ -147,10 +148,9 @@ def test_masked_tokens_are_never_drawn_and_empty_rows_are_harmless(params: dict)
 def draws(logits: np.ndarray, count: int, **params: object) -> np.ndarray:
     """`count` tokens for one row of logits: many positions of 64 seeds."""
     rows = 64
-    many = jax.jit(jax.vmap(sample, in_axes=(None, None, 0)))
     positions = np.broadcast_to(np.arange(count // rows, dtype=np.int32)[:, None], (count // rows, rows))
     batch = np.broadcast_to(logits, (rows, logits.size))
-    return np.asarray(many(batch, state(rows, seeds=range(100, 100 + rows), **params), positions)).reshape(-1)
+    return np.asarray(run_steps(batch, state(rows, seeds=range(100, 100 + rows), **params), positions)).reshape(-1)
 
 
 def chi_squared_z(counts: np.ndarray, p: np.ndarray) -> float:
@@ -197,9 +197,8 @@ def test_seeds_and_positions_are_independent() -> None:
     """One bit from each (seed, position), over neighbours in both: no correlation."""
     rows, steps = 64, 256
     logits = np.zeros((rows, 2), np.float32)
-    many = jax.jit(jax.vmap(sample, in_axes=(None, None, 0)))
     positions = np.broadcast_to(np.arange(steps, dtype=np.int32)[:, None], (steps, rows))
-    bits = np.asarray(many(logits, state(rows), positions)) * 2.0 - 1
+    bits = np.asarray(run_steps(logits, state(rows), positions)) * 2.0 - 1
     bound = 4 / np.sqrt(bits.size)
     assert abs(bits.mean()) < bound
     assert abs((bits[1:] * bits[:-1]).mean()) < bound
@@ -230,7 +229,7 @@ def test_a_row_draws_the_same_in_any_batch(vocab: int) -> None:
         np.testing.assert_array_equal(np.asarray(run_weights(logits[order], part)), weights[order])
 
     take(rng.permutation(rows))
-    for size in (1, 8, 13):
+    for size in (1, 13) if vocab == WIDE + 1 else (8,):
         take(rng.permutation(rows)[:size])
 
 
