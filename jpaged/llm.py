@@ -105,6 +105,7 @@ class LLM:
             async_scheduling=async_scheduling,
             attention_backend=attention_backend,
         )
+        self.loaded = self.loaded.with_max_length(max_model_len)
         self.engine = Engine(self.loaded, self.config, dtype=kv_dtype, seed=seed)
         self._ids = itertools.count()
         if warm_up:

@@ -16,6 +16,7 @@ from .gguf_file import GgufFile
 from .gguf_loader import GgufSource, gguf_config, gguf_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .jsonfile import read_object
+from .params import param_shapes
 from .safetensors_loader import SafetensorsSource
 from .tokenizer import Tokenizer
 from .weights import DTYPES, load_params
@@ -32,6 +33,14 @@ class LoadedModel:
     params: dict[str, jax.Array]
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
+
+    def with_max_length(self, max_model_len: int) -> "LoadedModel":
+        """The same parameters in a decoder for sequences of at most this length: some rope scalings depend on it."""
+        config = self.config.with_max_length(max_model_len)
+        if config == self.config:
+            return self
+        graphdef, _ = param_shapes(config, next(iter(self.params.values())).dtype)
+        return dataclasses.replace(self, config=config, graphdef=graphdef)
 
 
 def load_model(
