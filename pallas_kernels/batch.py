@@ -53,13 +53,9 @@ def check_batch(batch: PagedBatch, num_blocks: int, block_size: int) -> None:
             f"got {lengths.min()}..{lengths.max()}"
         )
     if tables.min(initial=0) < 0 or tables.max(initial=0) >= num_blocks:
-        raise ValueError(
-            f"block_tables must hold ids in 0..{num_blocks - 1}, got {tables.min()}..{tables.max()}"
-        )
+        raise ValueError(f"block_tables must hold ids in 0..{num_blocks - 1}, got {tables.min()}..{tables.max()}")
     if slots.min(initial=0) < 0 or slots.max(initial=0) >= num_blocks * block_size:
-        raise ValueError(
-            f"write_slots must be in 0..{num_blocks * block_size - 1}, got {slots.min()}..{slots.max()}"
-        )
+        raise ValueError(f"write_slots must be in 0..{num_blocks * block_size - 1}, got {slots.min()}..{slots.max()}")
     used = np.arange(columns) < -(-lengths[:, None] // block_size)
     if (tables[used] == 0).any():
         bad = int(np.argwhere(used & (tables == 0))[0, 0])

@@ -40,9 +40,7 @@ def check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
         )
 
 
-def check_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float
-) -> None:
+def check_attention(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float) -> None:
     """Raises `ValueError` unless the arguments of `paged_attention` fit together."""
     check_pages(k_pages, v_pages)
     _, kv_heads, _, head_dim = k_pages.shape

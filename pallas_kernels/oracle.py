@@ -48,14 +48,11 @@ def reference_attention(
     return out
 
 
-def attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float
-) -> jax.Array:
+def attention(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float) -> jax.Array:
     """`reference_attention` as a backend: a host callback, so it also works (slowly) inside a jitted step."""
 
     def call(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch) -> np.ndarray:
-        host_batch = PagedBatch(*(None if x is None else np.asarray(x) for x in batch))
-        return reference_attention(np.asarray(q), np.asarray(k_pages), np.asarray(v_pages), host_batch, scale)
+        return reference_attention(np.asarray(q), np.asarray(k_pages), np.asarray(v_pages), batch, scale)
 
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return jax.pure_callback(call, shape, q, k_pages, v_pages, batch).astype(q.dtype)

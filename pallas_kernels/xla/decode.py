@@ -15,6 +15,8 @@ are consecutive in the running state and one slice reads or writes them.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,8 +29,14 @@ ITEMS = 8  # work items a tile
 def span_pages(kv_heads: int, block_size: int, head_dim: int) -> int:
     """Pages an item covers: a tile's keys should about fill a core's level-2 cache once they are float32."""
     token_bytes = ITEMS * kv_heads * head_dim * 4
-    tokens = min(max(2**20 // token_bytes, 64), 256)
-    return max(1, 1 << (tokens // block_size).bit_length() - 1) if tokens >= block_size else 1
+    pages = min(max(2**20 // token_bytes, 64), 256) // block_size
+    return 1 << (pages.bit_length() - 1) if pages else 1
+
+
+def add_selected(mine: jax.Array, x: jax.Array) -> jax.Array:
+    """out[s] = sum of x[w] where mine[s, w]. Written out over w: XLA fuses that into one elementwise loop, while
+    it makes a reduction over axis w a kernel of its own, ten times slower at this size."""
+    return functools.reduce(jnp.add, (jnp.where(mine[:, w], x[w], 0.0) for w in range(mine.shape[1])))
 
 
 def decode_attention(
@@ -84,18 +92,16 @@ def decode_attention(
         )
 
         # Merge items of one sequence. `mine[s, w]`: item w belongs to the tile's s-th sequence. Selected, not
-        # multiplied by zeros and ones: a NaN in one sequence must not reach another. Written out over w, so
-        # that XLA sees elementwise work and fuses it into one loop.
+        # multiplied by zeros and ones: a NaN in one sequence must not reach another.
         first = rank[row[0]]
         mine = real & (rank[row] - first == jnp.arange(ITEMS, dtype=jnp.int32)[:, None])
         mine = mine[:, :, None, None]
         top = jnp.where(mine, part.top[None], MASKED).max(axis=1)
         weight = jnp.exp(part.top - jnp.where(mine, top[:, None], MASKED).max(axis=0))
-        total_, acc = part.total * weight, part.acc * weight[..., None]
         merged = Softmax(
             top,
-            sum(jnp.where(mine[:, w], total_[w], 0.0) for w in range(ITEMS)),
-            sum(jnp.where(mine[:, w, ..., None], acc[w], 0.0) for w in range(ITEMS)),
+            add_selected(mine, part.total * weight),
+            add_selected(mine[..., None], part.acc * weight[..., None]),
         )
         here = Softmax(*(lax.dynamic_slice_in_dim(x, first, ITEMS) for x in state))
         return Softmax(

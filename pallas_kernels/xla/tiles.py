@@ -78,9 +78,7 @@ class Softmax(NamedTuple):
         return self.acc / jnp.where(self.total == 0, 1.0, self.total)[..., None]
 
 
-def attend_tile(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float
-) -> Softmax:
+def attend_tile(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float) -> Softmax:
     """One tile's softmax. `...` are batch axes, `q` queries, `l` keys.
 
     Args:
@@ -95,7 +93,5 @@ def attend_tile(
     scores = jnp.where(visible, scores * scale, MASKED)
     top = scores.max(axis=-1)
     weights = jnp.exp(scores - top[..., None])
-    acc = jnp.einsum(
-        "...ql,...ld->...qd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
+    acc = jnp.einsum("...ql,...ld->...qd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return Softmax(top, weights.sum(axis=-1), acc)

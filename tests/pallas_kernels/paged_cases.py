@@ -58,8 +58,9 @@ def make_case(
 ) -> Case:
     """A batch with `lengths` tokens a sequence, of which `queries` are this step's rows (None: decode batch).
 
-    `rows`, `columns` and `blocks` pad the packed rows, the tables and the pool to fixed sizes, so that many cases
-    share one compiled program. `heads` is (KV heads, query heads per KV head). `share`: sequences share the full blocks of the first one.
+    `rows`, `columns` and `blocks` pad the packed rows, the tables and the pool to fixed sizes, so that many
+    cases share one compiled program. `heads` is (KV heads, query heads per KV head). `share`: sequences share
+    the full blocks of the first one.
     Blocks are handed out in random order; NaN fills block 0, every unused block and every slot past the end.
     """
     kv_heads, group = heads

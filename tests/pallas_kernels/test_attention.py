@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -136,6 +137,15 @@ def test_more_sequences_than_rows() -> None:
     check(case, "float32")
 
 
+@pytest.mark.parametrize("queries", [None, [1, 30]], ids=["decode", "mixed"])
+def test_lowers_for_every_platform(queries: list[int] | None) -> None:
+    case = make_case(fresh_rng(), [20, 30], queries, num_decode=1, storage="bfloat16")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), case.args[:4])
+    step = jax.jit(partial(paged_attention, scale=case.scale))
+    exported = jax.export.export(step, platforms=("cpu", "cuda", "tpu"))(*shapes)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+
+
 def test_large_scores_do_not_overflow() -> None:
     rng = fresh_rng()
     case = make_case(rng, [300, 40, 1], size=30.0)
@@ -181,7 +191,7 @@ def test_chunked_prefill_equals_one_shot(storage: str) -> None:
     cuts = np.sort(rng.choice(np.arange(1, 140), 6, replace=False)).tolist()
     cuts = sorted({*cuts, *range(0, 145, pad), 145, *range(145, length + 1)})
     pages, outs = (jnp.asarray(blank), jnp.asarray(blank)), []
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, last in itertools.pairwise(cuts):
         slots = np.arange(pad, dtype=np.int32) % block
         slots[: last - first] = whole.batch.write_slots[first:last]
         batch = PagedBatch(

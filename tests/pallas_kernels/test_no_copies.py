@@ -40,9 +40,7 @@ def many_steps(q: jax.Array, pools: Pools, batch: PagedBatch) -> tuple[jax.Array
         q, pools = layers(q, pools, batch)
         return i + 1, q, pools, batch._replace(kv_lengths=batch.kv_lengths + 1)
 
-    carry = lax.while_loop(
-        lambda carry: (carry[0] < 8) & jnp.any(carry[1] > 0), step, (jnp.int32(0), q, pools, batch)
-    )
+    carry = lax.while_loop(lambda carry: (carry[0] < 8) & jnp.any(carry[1] > 0), step, (jnp.int32(0), q, pools, batch))
     return carry[1], carry[2]
 
 
