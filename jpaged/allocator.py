@@ -66,9 +66,7 @@ def init_tables(num_rows: int, max_blocks: int) -> BlockTables:
     """`num_rows` empty rows of at most `max_blocks` blocks. ValueError where either is below 1."""
     if num_rows < 1 or max_blocks < 1:
         raise ValueError(f"num_rows and max_blocks must be at least 1, got {num_rows} and {max_blocks}")
-    return BlockTables(
-        blocks=jnp.zeros((num_rows, max_blocks), jnp.int32), length=jnp.zeros(num_rows, jnp.int32)
-    )
+    return BlockTables(blocks=jnp.zeros((num_rows, max_blocks), jnp.int32), length=jnp.zeros(num_rows, jnp.int32))
 
 
 def blocks_needed(length: jax.Array, block_size: int) -> jax.Array:
@@ -106,9 +104,7 @@ def grow(
     gains = need > 0
     first = pool.free.at[jnp.where(gains, top, num_blocks)].get(mode="fill", fill_value=0)
     refcount = pool.refcount.at[jnp.where(gains, first, num_blocks)].set(1, mode="drop")
-    blocks = tables.blocks.at[jnp.arange(num_rows), jnp.where(gains, have, max_blocks)].set(
-        first, mode="drop"
-    )
+    blocks = tables.blocks.at[jnp.arange(num_rows), jnp.where(gains, have, max_blocks)].set(first, mode="drop")
 
     if max_new_blocks > 1:  # the others, of the few rows that gain more than one (prefill)
         extra = jnp.arange(1, max_new_blocks, dtype=jnp.int32)
@@ -129,9 +125,7 @@ def grow(
     return pool, BlockTables(blocks, jnp.where(ok, new_length, tables.length)), ok
 
 
-def release(
-    pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size: int
-) -> tuple[BlockPool, BlockTables]:
+def release(pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size: int) -> tuple[BlockPool, BlockTables]:
     """Empty the rows in `mask` bool[S] and drop their references; blocks nobody owns any more become free.
 
     Cannot fail; empty rows are fine, and so is a block that several of the rows own.
@@ -175,9 +169,7 @@ def share(
     """
     _, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask, length=length)
     if blocks.shape != tables.blocks.shape or blocks.dtype != jnp.int32:
-        raise ValueError(
-            f"blocks must be int32{list(tables.blocks.shape)}, got {blocks.dtype}{list(blocks.shape)}"
-        )
+        raise ValueError(f"blocks must be int32{list(tables.blocks.shape)}, got {blocks.dtype}{list(blocks.shape)}")
     column = jnp.arange(max_blocks, dtype=jnp.int32)
     wanted = blocks_needed(length, block_size)
 
@@ -185,17 +177,19 @@ def share(
         ids = blocks.at[rows].get(mode="fill", fill_value=0)
         return ids, column < wanted.at[rows].get(mode="fill", fill_value=0)[:, None]
 
-    def judge(rows: jax.Array, ok: jax.Array) -> jax.Array:
+    def judge(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """One row: its blocks have owners, and each keeps the place that it writes into `seen` i32[N]."""
+        ok, seen = state
         ids, live = gather(rows)
-        known = (ids >= 1) & (ids < num_blocks)
-        owners = pool.refcount.at[jnp.where(known, ids, num_blocks)].get(mode="fill", fill_value=0)
-        earlier = column[None, :] < column[:, None]
-        twice = live & jnp.any((ids[:, :, None] == ids[:, None, :]) & earlier, axis=2)
-        return ok & jnp.all(~live | (owners > 0)) & ~jnp.any(twice)
+        known = jnp.where(live & (ids >= 1) & (ids < num_blocks), ids, num_blocks)
+        owners = pool.refcount.at[known].get(mode="fill", fill_value=0)
+        seen = seen.at[known].set(column, mode="drop")
+        alone = seen.at[known].get(mode="fill", fill_value=0) == column
+        return ok & jnp.all(~live | ((owners > 0) & alone)), seen
 
     fits = (tables.length == 0) & (length >= 0) & (wanted <= max_blocks)
     ok = jnp.all(~mask | fits)
-    ok = over_tiles(mask & ok, _TILE, judge, ok)
+    ok, _ = over_tiles(mask & ok, 1, judge, (ok, jnp.zeros(num_blocks, jnp.int32)))
 
     def attach(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         refcount, table = state
@@ -346,9 +340,7 @@ def _check_ids(pool: BlockPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(known & (ids != 0), ids, num_blocks), jnp.all(known)
 
 
-def _check(
-    pool: BlockPool, tables: BlockTables, block_size: int, **per_row: jax.Array
-) -> tuple[int, int, int]:
+def _check(pool: BlockPool, tables: BlockTables, block_size: int, **per_row: jax.Array) -> tuple[int, int, int]:
     """(S, M, N); ValueError at trace time where a per-row argument has the wrong shape or type."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")

@@ -32,6 +32,7 @@ from jpaged.allocator import (
     init_pool,
     init_tables,
     release,
+    share,
 )
 from jpaged.audit import audit, check
 
@@ -79,6 +80,11 @@ class NumpyAllocator:
         self.blocks[rows], self.length[rows] = self.blocks[parent[rows]], self.length[parent[rows]]
         np.add.at(self.refcount, self.live(rows), 1)
 
+    def share(self, mask: np.ndarray, blocks: np.ndarray, length: np.ndarray) -> None:
+        rows = np.flatnonzero(mask)
+        self.blocks[rows], self.length[rows] = blocks[rows], length[rows]
+        np.add.at(self.refcount, self.live(rows), 1)
+
     def copy_on_write(self, mask: np.ndarray) -> None:
         rows = np.flatnonzero(mask & (self.length % BLOCK_SIZE != 0))
         columns = self.length[rows] // BLOCK_SIZE
@@ -124,6 +130,9 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
     empty = np.flatnonzero(~active)
     parent = np.full(rows, -1, np.int32)
     parent[empty] = empty % max(1, rows // 8)
+    hits = np.isin(row, empty[:8])  # rows with a prefix hit: the blocks of eight others
+    hit_blocks, hit_length = np.zeros_like(state[1].blocks), np.zeros_like(state[1].length)
+    hit_blocks[hits], hit_length[hits] = state[1].blocks[:8], state[1].length[:8]
     size = {"block_size": BLOCK_SIZE}
 
     def grow_one(s: State) -> State:
@@ -132,6 +141,9 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
     def release_rows(count: int) -> tuple[Callable, Callable, bool]:
         mask = row < count
         return lambda s: release(*s, mask, **size), lambda n: n.release(mask), count == 0
+
+    def share_rows(s: State) -> State:
+        return share(*s, jnp.asarray(hits), jnp.asarray(hit_blocks), jnp.asarray(hit_length), **size)[:2]
 
     def fork_rows(s: State) -> State:
         return fork(*s, jnp.asarray(parent), **size)[:2]
@@ -166,6 +178,7 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
         "release 1 row": release_rows(1),
         "release 8 rows": release_rows(8),
         f"release {rows} rows": release_rows(rows),
+        "share with 8 rows": (share_rows, lambda n: n.share(hits, hit_blocks, hit_length), False),
         f"fork {empty.size} rows": (fork_rows, lambda n: n.fork(parent), False),
         f"fork {empty.size} rows and write": (fork_and_write, numpy_fork_and_write, False),
     }
