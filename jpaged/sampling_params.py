@@ -39,9 +39,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Normalise numpy scalars and lists to plain Python values, and refuse everything else."""
         if not 0.0 <= _number("temperature", self.temperature) < math.inf:
-            raise ValueError(
-                f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}"
-            )
+            raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}")
         if _integer("top_k", self.top_k) < -1 or self.top_k > TOKEN_ID_MAX:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k!r}")
         if not 0.0 < _number("top_p", self.top_p) <= 1.0:
@@ -51,9 +49,7 @@ class SamplingParams:
         if self.seed is not None and not -SEED_MAX - 1 <= _integer("seed", self.seed) <= SEED_MAX:
             raise ValueError(f"seed must be None or fit 64 bits (-2**63 .. 2**63 - 1), got {self.seed!r}")
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
-            raise ValueError(
-                f"max_tokens must be at least 1, or None for the model's limit, got {self.max_tokens!r}"
-            )
+            raise ValueError(f"max_tokens must be at least 1, or None for the model's limit, got {self.max_tokens!r}")
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         if _integer("n", self.n) != 1:

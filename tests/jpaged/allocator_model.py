@@ -140,9 +140,7 @@ class Model:
         return sum(row.count(block) for row in self.rows) + self.slots.count(block)
 
     def free(self) -> int:
-        return (
-            BLOCKS - 1 - len({b for row in self.rows for b in row} | {b for b in self.slots if b is not None})
-        )
+        return BLOCKS - 1 - len({b for row in self.rows for b in row} | {b for b in self.slots if b is not None})
 
     def new_block(self) -> int:
         self.made += 1
@@ -231,9 +229,7 @@ class Model:
         return True
 
 
-def make_op(
-    code: int, *, rows: object = 0, places: dict[int, int] | None = None, mask: np.ndarray | None = None
-) -> Op:
+def make_op(code: int, *, rows: object = 0, places: dict[int, int] | None = None, mask: np.ndarray | None = None) -> Op:
     full = np.full(SLOT_AT, NONE, np.int32)
     for at, place in (places or {}).items():
         full[at] = place

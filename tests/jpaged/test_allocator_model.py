@@ -50,9 +50,7 @@ class Mirror:
     def __init__(self) -> None:
         self.physical: dict[int, int] = {}
         self.pages = np.zeros((BLOCKS, SIZE), np.int64)
-        self.tokens = np.full(
-            (ROWS, COLUMNS * SIZE), -1
-        )  # what each row has written or inherited; -1 past it
+        self.tokens = np.full((ROWS, COLUMNS * SIZE), -1)  # what each row has written or inherited; -1 past it
         self.stamp = 0
         self.count = np.zeros((7, 2), int)  # operations by code, refused and done
 
@@ -107,10 +105,7 @@ def pick_op(model: Model, code: int, rng: np.random.Generator) -> Op:
     full = np.flatnonzero(~empty)
     if code == GROW:
         # Only rows that may write: their last block is full, or their own (others copy_on_write first).
-        own = [
-            n % SIZE == 0 or model.owners(row[-1]) == 1
-            for n, row in zip(model.length, model.rows, strict=True)
-        ]
+        own = [n % SIZE == 0 or model.owners(row[-1]) == 1 for n, row in zip(model.length, model.rows, strict=True)]
         most = rng.choice([1, SIZE, MAX_NEW * SIZE])
         gain = np.where(some & own, rng.integers(0, most + 1, ROWS), 0)
         length = np.minimum(np.array(model.length) + gain, COLUMNS * SIZE)
@@ -186,9 +181,7 @@ def run_stream(seed: int, chunks: int, ops_per_chunk: int) -> tuple[Mirror, Devi
 def test_stream_of_100_000_operations() -> None:
     mirror, device = run_stream(seed=0, chunks=20, ops_per_chunk=5000)
     assert mirror.count.sum() == 100_000
-    assert (
-        mirror.count[:, 1] > 1000
-    ).all()  # every kind was done, and refused, often enough to mean something
+    assert (mirror.count[:, 1] > 1000).all()  # every kind was done, and refused, often enough to mean something
     assert (np.delete(mirror.count[:, 0], RELEASE) > 30).all(), mirror.count
 
     # And after all that nothing has leaked: let go of everything, and every block is free.
