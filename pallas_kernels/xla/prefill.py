@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import PagedBatch
-from pallas_kernels.xla.tiles import Softmax, attend_tile, ceil_div, fetch
+from pallas_kernels.xla.tiles import Softmax, attend_tile, ceil_div, fetch, product_dtype
 
 SPAN = 256  # keys a step of the inner loop
 
@@ -54,10 +54,7 @@ def prefill_attention(
     span = pages * block_size
     tables = jnp.pad(batch.block_tables, ((0, 0), (0, -columns % pages)))
     tile_rows = min(query_tile(group), rows)
-    # Two bfloat16 operands make a product that the matrix units are built for. (In decode the products are too
-    # thin for that to pay, and float32 throughout was faster.)
-    sixteen_bit = q.dtype == jnp.bfloat16 and k_pages.dtype.itemsize == 2
-    dtype = jnp.dtype(jnp.bfloat16 if sixteen_bit else jnp.float32)
+    dtype = product_dtype(q, k_pages)
 
     counts = starts[1:] - starts[:-1]
     counts = jnp.where((jnp.arange(sequences, dtype=jnp.int32) >= first) & (lengths > 0), counts, 0)

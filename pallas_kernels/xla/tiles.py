@@ -23,6 +23,12 @@ def ceil_div(a: jax.Array, b: int) -> jax.Array:
     return lax.div(a + (b - 1), jnp.asarray(b, a.dtype))
 
 
+def product_dtype(q: jax.Array, pages: jax.Array) -> jnp.dtype:
+    """bfloat16 where queries and pages both are, which is what matrix units are built for; else float32."""
+    both = q.dtype == jnp.bfloat16 and pages.dtype.itemsize == 2
+    return jnp.dtype(jnp.bfloat16 if both else jnp.float32)
+
+
 def fetch(pages: jax.Array, block_ids: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """A tile of keys or values, ready for the matrix products.
 
@@ -48,7 +54,8 @@ def fetch(pages: jax.Array, block_ids: jax.Array, tokens: jax.Array, dtype: jnp.
     page = jnp.arange(block_ids.shape[-1], dtype=jnp.int32)
     end = (tokens[..., None, None] - page * block_size) * head_dim  # [..., 1, C]
     live = jnp.arange(block_size * head_dim, dtype=jnp.int32) < end[..., None]
-    tile = jnp.where(live, from_storage(tile, dtype), jnp.zeros((), dtype))
+    # Masked as stored: XLA:CPU selects bfloat16 by way of float32, and uint16 as it is.
+    tile = from_storage(jnp.where(live, tile, jnp.zeros((), tile.dtype)), dtype)
     return tile.reshape(*tile.shape[:-2], -1, head_dim)
 
 
@@ -83,8 +90,8 @@ def attend_tile(queries: jax.Array, keys: jax.Array, values: jax.Array, visible:
 
     Args:
         queries: [..., q, D].
-        keys, values: [..., l, D], of the queries' dtype, as `fetch` gives them. The weights are rounded to that
-            dtype; all sums are float32.
+        keys: [..., l, D], of the queries' dtype, from `fetch`.
+        values: [..., l, D], from `fetch`. The weights are rounded to their dtype; all sums are float32.
         visible: bool, broadcastable to [..., q, l]: which query sees which key. A query that sees none has a
             meaningless result.
         scale: factor on the scores.
