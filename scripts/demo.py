@@ -124,9 +124,7 @@ def run(options: argparse.Namespace) -> int:
 def show(prompt: str, answer: str, finish_reason: str | None, full: bool) -> None:
     """Prints one question and its answer, cut to a few lines each unless full."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110) - 4
-    print(
-        f"\n>>> {prompt if full else textwrap.shorten(' '.join(prompt.split()), width, placeholder=' ...')}"
-    )
+    print(f"\n>>> {prompt if full else textwrap.shorten(' '.join(prompt.split()), width, placeholder=' ...')}")
     # Blank lines are worth more as text when there are only a few lines to show.
     lines = [
         piece

@@ -1,23 +1,39 @@
-"""What all tests share: the smoke mark, where the assets are, and a fresh compilation cache for each run."""
+"""What all tests share: the smoke mark, a compilation cache of their own, and where the assets are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 from fetch_demo_model import cached_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Marked 'smoke' as a whole: the core of each package, quick to run. scripts/test.sh runs these on the newest
-# JAX too.
-SMOKE_FILES = ("test_packaging.py",)
+# Marked 'smoke' as a whole: the core of each package. scripts/test.sh runs these on the newest JAX too.
+SMOKE_FILES = {
+    "test_packaging.py",
+    "jpaged/test_allocator.py",
+    "jpaged/test_engine.py",
+    "jpaged/test_scheduler.py",
+    "models/test_decoder.py",
+    "models/test_logits.py",
+    "pallas_kernels/test_attention.py",
+    "pallas_kernels/test_no_copies.py",
+    "pallas_kernels/test_pages.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(ROOT / "tests").as_posix() in SMOKE_FILES:
             item.add_marker(pytest.mark.smoke)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs that an `LLM` compiles are kept for this run, not in the user's cache folder."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
 
 
 @pytest.fixture(scope="session")
