@@ -134,8 +134,8 @@ def show(prompt: str, answer: str, finish_reason: str | None, full: bool) -> Non
     ]
     shown = lines if full else lines[:5]
     print("\n".join(f"    {line}".rstrip() for line in shown))
-    if len(shown) < len(lines):
-        print(f"    ... ({len(lines) - len(shown)} more lines; --full shows them)")
+    if left := len(lines) - len(shown):
+        print(f"    ... ({left} more line{'s' if left > 1 else ''}; --full shows the rest)")
     elif finish_reason == "length":
         print("    ... (--max-tokens reached)")
 
