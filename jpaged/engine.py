@@ -146,7 +146,7 @@ class Engine:
                 raise AllocatorError(f"the device has {free} free blocks, the scheduler counts {counted}")
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
-        """Compile every program an engine of this configuration can need. Calls on_program(name) before each."""
+        """Compile every program an engine of this configuration can need. Calls on_program(name) when one is ready."""
         self.runner.warm_up(on_program)
 
     def stats(self) -> EngineStats:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +21,8 @@ from jpaged.scheduler import Schedule
 from jpaged.state import BlockCounts, count_blocks, init_state
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
-Program = Callable[..., Any]
+Program = Any  # what jax.jit returns
+MAX_COMPILE_THREADS = 8  # each needs memory too
 
 
 class Dispatched(NamedTuple):
@@ -40,7 +43,7 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def build_program(step: Callable[..., tuple], spec: StepSpec) -> Program:
+def build_program(step: Callable[..., tuple], spec: StepSpec) -> Any:
     """A jitted step, not yet compiled. Kept, so that engines of the same shape share what is compiled."""
     return jax.jit(functools.partial(step, spec), donate_argnums=1)
 
@@ -96,12 +99,22 @@ class Runner:
         return result
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
-        """Compile every program by running it once on a plan without rows; nothing compiles after this."""
-        for kind, programs in (("decode", self.programs.decode), ("mixed", self.programs.mixed)):
-            for size, (layout, program) in programs.items():
-                if on_program:
-                    on_program(f"{kind} {size}")
-                jax.block_until_ready(self._run(layout, program, Schedule()).result)
+        """Compile every program, as many at a time as there are cores; nothing compiles after this.
+
+        Calls on_program(name), from any thread, when a program is ready.
+        """
+
+        def compile_one(name: str, layout: PlanLayout, program: Program) -> None:
+            program.lower(self.params, self.state, pack_plan(Schedule(), layout)).compile()
+            if on_program:
+                on_program(name)
+
+        # Largest first: the last one to finish should be a short one.
+        todo = [(f"mixed {size}", *each) for size, each in reversed(self.programs.mixed.items())]
+        todo += [(f"decode {size}", *each) for size, each in reversed(self.programs.decode.items())]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
+            for done in [pool.submit(compile_one, *each) for each in todo]:
+                done.result()
         self.count_blocks()
         self.audit()
 
