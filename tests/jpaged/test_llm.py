@@ -18,9 +18,7 @@ SIZES = dict(max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8, max_
 
 def word_tokenizer() -> Tokenizer:
     """One token a word: "w0" to "w96" are ids 0 to 96; "w2" is special."""
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0")
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens(["w2"])
     return Tokenizer(backend, {"eos_token": "w2"}, TEMPLATE)
