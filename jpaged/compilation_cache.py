@@ -16,7 +16,7 @@ def default_cache_dir() -> Path:
 def enable_compilation_cache(folder: str | Path | None = None) -> None:
     """Keep compiled programs in `folder`. A cache that the process has configured already is left as it is."""
     if folder is None:
-        if jax.config.jax_compilation_cache_dir is not None:
+        if jax.config.values["jax_compilation_cache_dir"] is not None:
             return
         folder = default_cache_dir()
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -15,7 +15,7 @@ from jpaged.request import Request
 from jpaged.runner import Dispatched, Runner
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.stats import BlockStats, EngineStats, StatsCollector, StepTiming
+from jpaged.stats import EngineStats, StatsCollector, StepTiming
 
 
 class Engine:
@@ -141,7 +141,7 @@ class Engine:
         """Check the allocator's invariants; with no step under way also that host and device count alike."""
         self.runner.audit()
         if self.pending is None:
-            free, counted = self.runner.count_blocks().free, self.scheduler.free_blocks
+            free, counted = self.runner.count_blocks()[0].free, self.scheduler.free_blocks
             if free != counted:
                 raise AllocatorError(f"the device has {free} free blocks, the scheduler counts {counted}")
 
@@ -151,11 +151,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; waits for the step under way."""
-        counts = self.runner.count_blocks()
-        blocks = BlockStats(self.config.num_blocks - 1, counts.used, counts.cached, counts.shared, counts.free)
+        blocks, tokens = self.runner.count_blocks()
         scheduler = self.scheduler
         return self.collector.snapshot(
-            blocks, counts.tokens, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
+            blocks, tokens, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
         )
 
     def _read(self, dispatched: Dispatched, timing: StepTiming) -> list[Request]:

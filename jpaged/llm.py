@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class LLM:
         on_error: "raise" checks all prompts before anything runs and raises ValueError for the first bad one;
         "return" runs the good ones and returns the bad with finish_reason "error" and the reason in `.error`.
         """
-        items = [prompts] if _is_single(prompts) else list(prompts)
+        items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
         return self._run([(item, None) for item in items], sampling_params, use_tqdm, on_error)
 
     def chat(
@@ -248,7 +248,7 @@ class LLM:
                 return item["prompt_token_ids"], item.get("prompt")
             if "prompt" not in item:
                 raise ValueError(f'a prompt dict needs "prompt" or "prompt_token_ids", got keys {sorted(item)}')
-            item = item["prompt"]
+            return self._tokenize(item["prompt"], text)
         if isinstance(item, str):
             if not item:
                 raise ValueError("the prompt is empty: give at least one character or token id")

@@ -18,7 +18,8 @@ from jpaged.audit import audit, check
 from jpaged.config import EngineConfig, pick_bucket
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.scheduler import Schedule
-from jpaged.state import BlockCounts, count_blocks, init_state
+from jpaged.state import count_blocks, init_state
+from jpaged.stats import BlockStats
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
 Program = Any  # what jax.jit returns
@@ -118,10 +119,17 @@ class Runner:
         self.count_blocks()
         self.audit()
 
-    def count_blocks(self) -> BlockCounts:
-        """Blocks by state, once every dispatched step is done; Python ints."""
+    def count_blocks(self) -> tuple[BlockStats, int]:
+        """Blocks by state and the tokens in them, once every dispatched step is done."""
         counts = jax.device_get(self.programs.count_blocks(self.state.pool, self.state.tables))
-        return BlockCounts(*map(int, counts))
+        blocks = BlockStats(
+            total=self.config.num_blocks - 1,
+            used=int(counts.used),
+            cached=int(counts.cached),
+            shared=int(counts.shared),
+            free=int(counts.free),
+        )
+        return blocks, int(counts.tokens)
 
     def audit(self) -> None:
         """Raise AllocatorError if the allocator's state breaks an invariant."""

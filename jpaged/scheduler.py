@@ -188,11 +188,11 @@ class Scheduler:
                 break
             budget -= self._take_chunk(chunks, request, budget)
         while budget > 0 and self.free_slots:
-            request = self._next_waiting(free, idle=not self.running)
-            if request is None:
+            admitted = self._next_waiting(free, idle=not self.running)
+            if admitted is None:
                 break
-            free -= self._admit(plan, request)
-            budget -= self._take_chunk(chunks, request, budget)
+            free -= self._admit(plan, admitted)
+            budget -= self._take_chunk(chunks, admitted, budget)
         # Rows that sample come first, so that the head is computed for a prefix of the rows.
         plan.prefill = sorted(chunks, key=lambda chunk: not chunk.last)
 
