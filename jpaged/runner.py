@@ -116,6 +116,8 @@ class Runner:
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
             for done in [pool.submit(compile_one, *each) for each in todo]:
                 done.result()
+        for _, layout, program in todo:  # the first call of a compiled program still takes a while on the host
+            jax.block_until_ready(self._run(layout, program, Schedule()).result)
         self.count_blocks()
         self.audit()
 

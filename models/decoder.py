@@ -28,7 +28,7 @@ class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, dtype: jnp.dtype):
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = Linear(c.hidden_size, fused, bias=c.qkv_bias, dtype=dtype)  # columns: all q, all k, all v
+        self.qkv = Linear(c.hidden_size, fused, bias=c.qkv_bias, dtype=dtype)  # outputs: all q, all k, all v
         self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias, dtype=dtype)
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
@@ -100,6 +100,4 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, H] -> f32[R, V]."""
-        if self.head is None:
-            return matmul(hidden, self.embedding[...], contract=1)
-        return matmul(hidden, self.head.weight[...])
+        return matmul(hidden, self.embedding[...] if self.head is None else self.head.weight[...])

@@ -3,7 +3,7 @@
 folder/
     jpaged.json     format, configuration, generation defaults (written last: a mark of completeness)
     tokenizer/      as a Hugging Face folder (absent without a tokenizer)
-    params/         one Orbax array for each parameter, in this decoder's layout (fused, ``[in, out]``)
+    params/         one Orbax array for each parameter, in this decoder's layout (fused, ``[out, in]``)
 """
 
 import json

@@ -1,11 +1,11 @@
 """From named Hugging Face tensors, wherever they are read from, to this decoder's parameters.
 
-A source hands out one tensor at a time; each parameter is assembled in a host buffer of its own (transposed
-to ``[in, out]``, q/k/v and gate/up fused), put on the device and dropped. So the peak of host memory is the
+A source hands out one tensor at a time; each parameter is assembled in a host buffer of its own (q/k/v and gate/up
+fused, ``[out, in]`` as stored), put on the device and dropped. So the peak of host memory is the
 parameters plus about two tensors, not two copies of the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import jax
@@ -53,10 +53,9 @@ class DictSource:
 
 
 class Recipe(NamedTuple):
-    """How one parameter is made: these tensors side by side along their output axis."""
+    """How one parameter is made: these tensors one after the other along their output axis, the first."""
 
     parts: dict[str, Shape]
-    transpose: bool = False
 
 
 def recipes(c: ModelConfig) -> dict[str, Recipe]:
@@ -68,11 +67,11 @@ def recipes(c: ModelConfig) -> dict[str, Recipe]:
         "norm.weight": Recipe({"model.norm.weight": (hidden,)}),
     }
     if not c.tie_word_embeddings:
-        made["head.weight"] = Recipe({"lm_head.weight": (c.vocab_size, hidden)}, transpose=True)
+        made["head.weight"] = Recipe({"lm_head.weight": (c.vocab_size, hidden)})
 
     def linear(name: str, parts: dict[str, int], features_in: int, bias: bool) -> None:
         weights: dict[str, Shape] = {f"{part}.weight": (out, features_in) for part, out in parts.items()}
-        made[f"{name}.weight"] = Recipe(weights, transpose=True)
+        made[f"{name}.weight"] = Recipe(weights)
         if bias:
             made[f"{name}.bias"] = Recipe({f"{part}.bias": (out,) for part, out in parts.items()})
 
@@ -156,27 +155,14 @@ def check_tensors(config: ModelConfig, made: Mapping[str, Recipe], source: Tenso
 
 
 def _assemble(recipe: Recipe, source: TensorSource, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    if len(recipe.parts) == 1 and not recipe.transpose:
+    if len(recipe.parts) == 1:
         (name,) = recipe.parts
         return np.ascontiguousarray(source.read(name), dtype)
     host = np.empty(shape, dtype)
     start = 0
-    for part in _read_all(recipe, source):
-        stop = start + part.shape[0]
-        if recipe.transpose:
-            _copy_transposed(host[:, start:stop], part.astype(dtype, copy=False))
-        else:
-            host[start:stop] = part
-        start = stop
-    return host
-
-
-def _read_all(recipe: Recipe, source: TensorSource) -> Iterator[np.ndarray]:
     for name in recipe.parts:
-        yield source.read(name)
-
-
-def _copy_transposed(out: np.ndarray, matrix: np.ndarray, tile: int = 16) -> None:
-    """out[...] = matrix.T, a stripe at a time so that both sides stay in cache (several times faster)."""
-    for start in range(0, matrix.shape[0], tile):
-        out[:, start : start + tile] = matrix[start : start + tile].T
+        part = source.read(name)
+        host[start : start + part.shape[0]] = part
+        start += part.shape[0]
+        del part  # before the next one is read
+    return host

@@ -32,7 +32,7 @@ def random_model(hf_config: dict[str, Any], dtype: str, seed: int = 0) -> Loaded
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if "norm" in name:
             return np.ones(shape, np.float32)
-        return rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[0]))
+        return rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
 
     params = {name: jnp.asarray(draw(name, s.shape), s.dtype) for name, s in shapes.items()}
     return LoadedModel(config, graphdef, params, None, GenerationDefaults())

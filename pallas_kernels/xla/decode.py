@@ -27,9 +27,9 @@ ITEMS = 8  # work items a tile
 
 
 def span_pages(kv_heads: int, block_size: int, head_dim: int) -> int:
-    """Pages an item covers: a tile's keys should about fill a core's level-2 cache once they are float32."""
+    """Pages an item covers: a tile's keys should fill about half a core's level-2 cache as float32."""
     token_bytes = ITEMS * kv_heads * head_dim * 4
-    pages = min(max(2**20 // token_bytes, 64), 256) // block_size
+    pages = min(max(2**19 // token_bytes, 64), 256) // block_size
     return 1 << (pages.bit_length() - 1) if pages else 1
 
 

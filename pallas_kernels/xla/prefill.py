@@ -1,6 +1,6 @@
 """Prefill attention on XLA: sequences with several query rows each, packed one after the other.
 
-The rows of each sequence are cut into *query tiles* of `query_tile`, and a loop goes through all tiles of all
+The rows of each sequence are cut into *query tiles* (`tile_sizes`), and a loop goes through all tiles of all
 sequences; for each, an inner loop goes through the spans of pages that its last row may see. Both trip counts
 come from the data. A tile may run past the end of its sequence: it then also writes zeros over the next rows,
 which belong to later sequences, whose tiles come later and put that right, or to padding.
@@ -15,12 +15,15 @@ from jax import lax
 from pallas_kernels.batch import PagedBatch
 from pallas_kernels.xla.tiles import Softmax, attend_tile, ceil_div, fetch, product_dtype
 
-SPAN = 256  # keys a step of the inner loop
 
+def tile_sizes(kv_heads: int, group: int, head_dim: int) -> tuple[int, int]:
+    """(query rows of one sequence in a tile, keys in a step of its inner loop).
 
-def query_tile(group: int) -> int:
-    """Rows of one sequence a tile holds. `group` query heads share the keys, so a product has rows * group."""
-    return 64 if group <= 4 else 32 if group <= 8 else 16
+    Small tiles waste little on short prompts and the causal corner; they pay as long as a product of all heads stays
+    large enough. `group` query heads share the keys, so a product has rows * group.
+    """
+    rows, span = (32, 64) if kv_heads * head_dim <= 256 else (64, 128)
+    return max(rows * 4 // max(group, 4), 8), span
 
 
 def prefill_attention(
@@ -50,10 +53,11 @@ def prefill_attention(
     starts, lengths = batch.query_starts, batch.kv_lengths
     assert starts is not None
     sequences, columns = batch.block_tables.shape
-    pages = max(1, min(SPAN // block_size, columns))
+    tile_rows, span = tile_sizes(kv_heads, group, head_dim)
+    tile_rows = min(tile_rows, rows)
+    pages = max(1, min(span // block_size, columns))
     span = pages * block_size
     tables = jnp.pad(batch.block_tables, ((0, 0), (0, -columns % pages)))
-    tile_rows = min(query_tile(group), rows)
     dtype = product_dtype(q, k_pages)
 
     counts = starts[1:] - starts[:-1]

@@ -35,7 +35,7 @@ def tiny_model(dtype: str = "float32", seed: int = 0) -> LoadedModel:
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.ones(shape) if "norm" in name else rng.normal(size=shape) * (2.0 / np.sqrt(shape[0]))
+        return np.ones(shape) if "norm" in name else rng.normal(size=shape) * (2.0 / np.sqrt(shape[-1]))
 
     params = {name: jnp.asarray(draw(name, s.shape), s.dtype) for name, s in shapes.items()}
     return LoadedModel(config, graphdef, params, None, GenerationDefaults(eos_token_ids=(2,)))

@@ -106,6 +106,6 @@ def test_peak_is_near_one_copy(tmp_path: Path, write) -> None:  # type: ignore[n
     assert done.returncode == 0, done.stderr[-3000:]
     weights, peak = map(int, done.stdout.split())
     assert weights > 270 * 1024
-    # the rest: one tensor as stored or as float32 (32 MB at most), its transposed copy, code run meanwhile
+    # the rest: one tensor as stored or as float32 (32 MB at most), code run meanwhile
     assert peak < 1.4 * weights, f"{peak / weights:.2f} copies of the weights"
     print(f"{peak / weights:.2f} copies")

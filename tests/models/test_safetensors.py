@@ -33,15 +33,15 @@ def test_folder_one_file_or_shards(tmp_path: Path) -> None:
 
 
 def test_weights_land_where_they_belong(tmp_path: Path) -> None:
-    """Fused and transposed: columns of qkv are q, then k, then v."""
+    """Fused: outputs of qkv are q, then k, then v."""
     tensors = support.write_folder(tmp_path)
     params = load_model(tmp_path).params
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
     q, k, v = (tensors[f"{attention}{n}_proj.weight"] for n in "qkv")
-    np.testing.assert_array_equal(params["layers.1.attention.qkv.weight"], np.concatenate([q, k, v]).T)
+    np.testing.assert_array_equal(params["layers.1.attention.qkv.weight"], np.concatenate([q, k, v]))
     gate, up = (tensors[f"{mlp}{n}_proj.weight"] for n in ("gate", "up"))
-    np.testing.assert_array_equal(params["layers.1.mlp.gate_up.weight"], np.concatenate([gate, up]).T)
-    np.testing.assert_array_equal(params["head.weight"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(params["layers.1.mlp.gate_up.weight"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(params["head.weight"], tensors["lm_head.weight"])
     np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
 
 
