@@ -36,7 +36,7 @@ class Request:
     slot: int = -1
     prefill_target: int = 0  # tokens to compute before the next one can be sampled
     prefilled: int = 0  # of them, those already dispatched to the device
-    in_flight: int = 0  # dispatched steps whose tokens have not been read
+    readable_from: int = 0  # steps that must have been read before all its tokens are known (set by a preemption)
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None

@@ -71,6 +71,8 @@ class Scheduler:
         self.watermark_blocks = int(config.watermark * self.usable_blocks)
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # a queue from which any one can be taken
         self.num_preemptions = 0
+        self.steps_dispatched = 0
+        self.steps_read = 0
         slots = config.max_num_seqs
         self.running: dict[int, Request] = {}  # slot -> request, in order of admission
         self.prefilling: list[Request] = []  # of the running, those whose prompt is not all dispatched
@@ -133,29 +135,25 @@ class Scheduler:
         remaining  i32[R]: per row the tokens its request may still generate; 0 = it finished on the device
         """
         touched: list[Request] = []
+        self.steps_read += 1
         decoded = len(plan.decode)
         counts = (tokens[:, :decoded] >= 0).sum(axis=0)
         self._settle(plan, counts)
         columns = tokens.T.tolist()
-        left = remaining.tolist()
-        for row, (request, count) in enumerate(zip(plan.decode, counts.tolist(), strict=True)):
-            request.in_flight -= 1
-            if count and not request.finished:
-                if left[row]:
-                    request.output_token_ids += columns[row][:count]
-                    touched.append(request)
-                    # More stop ids than the device checks: look at them here.
-                    if len(request.stop_ids) > self.config.max_stop_ids:
-                        self._recheck(request, count)
-                else:
-                    self._finish_with(request, columns[row][:count])
-                    touched.append(request)
-        for row, chunk in enumerate(plan.prefill, start=decoded):
-            request = chunk.request
-            request.in_flight -= 1
-            if chunk.last and not request.finished:
-                self._finish_with(request, columns[row][:1])
-                touched.append(request)
+        ended = (remaining[:decoded] == 0).tolist()
+        for request, column, count, end in zip(plan.decode, columns, counts.tolist(), ended, strict=False):
+            if not count or request.status is Status.FINISHED:
+                continue
+            touched.append(request)
+            # Beyond the stop ids the device looks at, the host has to.
+            if end or len(request.stop_ids) > self.config.max_stop_ids:
+                self._take_tokens(request, column[:count])
+            else:
+                request.output_token_ids += column[:count]
+        for column, chunk in zip(columns[decoded:], plan.prefill, strict=False):
+            if chunk.last and chunk.request.status is not Status.FINISHED:
+                touched.append(chunk.request)
+                self._take_tokens(chunk.request, column[:1])
         return touched
 
     # ------------------------------------------------------------------ the parts of schedule()
@@ -216,11 +214,10 @@ class Scheduler:
         plan.epochs = self.epoch[slots]
         self.in_flight[slots] += plan.num_steps
         self._reserve(slots)
-        for request in plan.decode:
-            request.in_flight += 1
+        if plan.has_rows or plan.release:
+            self.steps_dispatched += 1
         for chunk in plan.prefill:
             request = chunk.request
-            request.in_flight += 1
             request.prefilled += chunk.length
             if chunk.last:
                 request.status = Status.DECODE
@@ -267,7 +264,7 @@ class Scheduler:
     def _next_waiting(self, free: int, idle: bool) -> Request | None:
         """The head of the queue if it can be admitted now; the reserve is waived when nothing runs."""
         request = next(iter(self.waiting), None)
-        if request is None or request.in_flight:  # preempted, and its last tokens are still to be read
+        if request is None or request.readable_from > self.steps_read:  # preempted: its last tokens are to be read
             return None
         needed = -(-request.num_tokens // self.config.block_size)
         if needed > free - (0 if idle else self.watermark_blocks):
@@ -326,6 +323,7 @@ class Scheduler:
         request.slot = -1
         request.status = Status.WAITING
         request.num_preemptions += 1
+        request.readable_from = self.steps_dispatched
         self.num_preemptions += 1
         self.waiting[request] = None
         self.waiting.move_to_end(request, last=False)
@@ -352,7 +350,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ tokens
 
-    def _finish_with(self, request: Request, token_ids: list[int]) -> None:
+    def _take_tokens(self, request: Request, token_ids: list[int]) -> None:
         """Append tokens one by one, watching for the end."""
         queued = request.status is Status.WAITING
         request.append(token_ids)
@@ -362,9 +360,3 @@ class Scheduler:
             del self.waiting[request]
         else:
             self._retire(request)
-
-    def _recheck(self, request: Request, count: int) -> None:
-        """A request with more stop ids than the device looks at: check its new tokens here."""
-        tail = request.output_token_ids[-count:]
-        del request.output_token_ids[-count:]
-        self._finish_with(request, tail)

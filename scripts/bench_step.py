@@ -31,19 +31,19 @@ def contiguous_attend(lengths: jax.Array) -> Any:
     """Attention over contiguous K and V [R, Hkv, L, D], one query row a sequence; lengths i32[R] with the new token."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> tuple[jax.Array, Any]:
-        keys, values = cache
-        rows, heads, size, dim = keys.shape
+        rows, heads, size, dim = cache[0].shape
         place = jax.vmap(lambda buffer, new, at: lax.dynamic_update_slice(buffer, new[:, None], (0, at, 0)))
-        keys, values = (
-            place(keys, k.astype(keys.dtype), lengths - 1),
-            place(values, v.astype(values.dtype), lengths - 1),
+        cache = tuple(
+            place(buffer, lax.bitcast_convert_type(new, buffer.dtype), lengths - 1)
+            for buffer, new in zip(cache, (k, v), strict=True)
         )
+        keys, values = (lax.bitcast_convert_type(buffer, k.dtype) for buffer in cache)
         grouped = q.reshape(rows, heads, -1, dim)
         scores = jnp.einsum("rhgd,rhld->rhgl", grouped, keys, preferred_element_type=jnp.float32) * scale
         live = jnp.arange(size) < lengths[:, None, None, None]
         weights = jax.nn.softmax(jnp.where(live, scores, -jnp.inf), axis=-1).astype(values.dtype)
         seen = jnp.einsum("rhgl,rhld->rhgd", weights, values, preferred_element_type=jnp.float32)
-        return seen.reshape(q.shape).astype(q.dtype), (keys, values)
+        return seen.reshape(q.shape).astype(q.dtype), cache
 
     return attend
 
@@ -54,7 +54,9 @@ class Contiguous:
     def __init__(self, loaded: LoadedModel, batch: int, context: int, dtype: jnp.dtype) -> None:
         c = loaded.config
         shape = (batch, c.num_kv_heads, context, c.head_dim)
-        self.cache = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(c.num_layers))
+        # bfloat16 as bits, as in the paged pool: XLA:CPU would convert the whole buffer to update it.
+        bits = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
+        self.cache = tuple((jnp.zeros(shape, bits), jnp.zeros(shape, bits)) for _ in range(c.num_layers))
         self.tokens = jnp.zeros(batch, jnp.int32)
         self.lengths = jnp.full(batch, context - 1, jnp.int32)
         self.params = loaded.params

@@ -147,11 +147,12 @@ def test_lowers_for_every_platform(queries: list[int] | None) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
+    """Scores in the thousands: their own float32 rounding, about 1e-4, is what the softmax then amplifies."""
     rng = fresh_rng()
-    case = make_case(rng, [300, 40, 1], size=30.0)
-    check(case, "float32")
-    case = make_case(rng, [300, 40, 1], [200, 7, 1], size=30.0)
-    check(case, "float32")
+    for case in (make_case(rng, [300, 40, 1], size=30.0), make_case(rng, [300, 40, 1], [200, 7, 1], size=30.0)):
+        got = np.asarray(run(case.q, case.k_pages, case.v_pages, case.batch, scale=case.scale))
+        assert np.isfinite(got).all()
+        assert relative_error(got, reference_attention(*case.args)) < 1e-3
 
 
 @pytest.mark.parametrize("where", ["q", "k_pages", "v_pages"])
