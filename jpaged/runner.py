@@ -17,7 +17,9 @@ from jpaged_models import LoadedModel
 from jpaged.audit import audit, check
 from jpaged.config import EngineConfig, pick_bucket
 from jpaged.plan import PlanLayout, pack_plan
-from jpaged.scheduler import Schedule
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import PrefillChunk, Schedule
 from jpaged.state import count_blocks, init_state
 from jpaged.stats import BlockStats
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
@@ -116,8 +118,17 @@ class Runner:
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
             for done in [pool.submit(compile_one, *each) for each in todo]:
                 done.result()
-        for _, layout, program in todo:  # the first call of a compiled program still takes a while on the host
-            jax.block_until_ready(self._run(layout, program, Schedule()).result)
+        # XLA:CPU prepares the parts of a program when they first run, so each is run once: on a request of one token
+        # in slot 0, whose block the next plan releases.
+        one = Request("warm-up", [0], SamplingParams(temperature=0.0), max_tokens=2, seed=0, slot=0)
+        for _, layout, program in todo:
+            step = Schedule(admit=[one])
+            if layout.tokens:
+                step.prefill = [PrefillChunk(one, 0, 0, 1, last=True)]
+            else:
+                step.decode, step.decode_slots = [one], np.zeros(1, np.int32)
+            for schedule in (step, Schedule(release=[0])):
+                jax.block_until_ready(self._run(layout, program, schedule).result)
         self.count_blocks()
         self.audit()
 

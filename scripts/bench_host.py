@@ -4,8 +4,8 @@
 
 The engine runs a model with as many layers (so as many arrays to pass) as SmolLM2-135M, but narrow, so that the device
 does not hide the host. Times are CPU time of the host's thread, in a loop that waits for the device between dispatch
-and reading. Where the device is the CPU itself, its threads push the host's data out of the caches; --idle-device leaves
-the device's part out (the program gets a plan without rows, the result is made up): the host as it is beside an
+and reading. Where the device is the CPU itself, its threads push the host's data out of the caches; --idle-device
+leaves the device's part out (the program gets a plan without rows, the result is made up): the host as it is beside an
 accelerator.
 """
 

@@ -81,7 +81,10 @@ def test_more_requests_than_memory():
 def test_nothing_compiles_after_warm_up():
     """Requests of all kinds after warm_up: not one compilation, neither of a step nor of a stray operation."""
     engine = Engine(tiny_model(), tiny_config(max_num_seqs=16, max_num_batched_tokens=48, num_blocks=66))
+    before = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
     engine.warm_up()
+    after = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiled.append(event) if "compile" in event else None
