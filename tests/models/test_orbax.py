@@ -96,8 +96,8 @@ hf, ours = sys.argv[1:]
 plain = load_model(hf)
 save_checkpoint(ours, plain)
 mesh = jax.make_mesh((4,), ("tp",))
-columns, rows = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "tp"), ("tp", None)))
-shardings = {name: columns if "qkv" in name or "gate_up" in name else rows
+outputs, inputs = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("tp", None), (None, "tp")))
+shardings = {name: outputs if "qkv" in name or "gate_up" in name else inputs
              for name, x in plain.params.items() if x.ndim == 2}
 for path in (hf, ours):
     params = load_model(path, shardings=shardings).params
@@ -105,7 +105,7 @@ for path in (hf, ours):
         assert x.sharding == shardings.get(name, plain.params[name].sharding), (path, name, x.sharding)
         np.testing.assert_array_equal(x, plain.params[name])
     shard = params["layers.0.mlp.gate_up.weight"].addressable_shards[1].data
-    assert shard.shape == (64, 2 * 112 // 4)
+    assert shard.shape == (2 * 112 // 4, 64)
 print("sharded", len(shardings))
 """
 
