@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default: 30, as SmolLM2-135M)")
-    parser.add_argument("--repeats", type=int, default=15, help="steps of each side (default: 15)")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of four steps each (default: 15)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, the command and the machine here")
     args = parser.parse_args()
     rows = []
@@ -132,6 +132,7 @@ def main() -> None:
                         "paged": Paged(loaded, batch, context, dtype, args.block_size),
                     },
                     args.repeats,
+                    calls=4,
                 )
                 paged, contiguous = times["paged"] * 1e3, times["contiguous"] * 1e3
                 rows.append([name, batch, context, contiguous, paged, paged / contiguous])

@@ -40,14 +40,17 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, one call of every one after the other, so that a slow moment hits all alike."""
+def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds a call of each, in turns, so that a slow moment hits all alike.
+
+    A turn is `calls` calls in a row: one call on caches that another program has just filled is not what is asked.
+    """
     for run in runs.values():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            times[name].append(seconds(run))
+            times[name].append(seconds(lambda run=run: [run() for _ in range(calls)]) / calls)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
