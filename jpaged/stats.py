@@ -102,11 +102,6 @@ class StatsCollector:
             self.peak_used = used
             self.peak_utilization = num_tokens / slots
 
-    def reset_peaks(self) -> None:
-        """Start the peak and the mean of utilization anew."""
-        self.peak_used = self.slot_sum = self.token_sum = 0
-        self.peak_utilization = 0.0
-
     def snapshot(self, blocks: BlockStats, kv_tokens: int, running: int, waiting: int, preemptions: int) -> EngineStats:
         slots = blocks.used * self.block_size
         totals = sorted(timing.total for timing in self.timings) or [0.0]
