@@ -1,13 +1,20 @@
 """Paged attention: arrays in, arrays out. Knows pages and batches, nothing of models or requests."""
 
 from pallas_kernels.batch import PagedBatch, check_batch
-from pallas_kernels.dispatch import paged_attention
-from pallas_kernels.pages import copy_blocks, init_pages, storage_dtype, write_kv
+from pallas_kernels.dispatch import available_backends, describe_backend, paged_attention
+from pallas_kernels.pages import KVPages, copy_blocks, init_pages, write_kv
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.storage import KV_DTYPES, storage_dtype
 
 __all__ = [
+    "KV_DTYPES",
+    "AttentionSpec",
+    "KVPages",
     "PagedBatch",
+    "available_backends",
     "check_batch",
     "copy_blocks",
+    "describe_backend",
     "init_pages",
     "paged_attention",
     "storage_dtype",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import PagedBatch
 
-PAGE_DTYPES = ("float32", "bfloat16", "uint16")
+if TYPE_CHECKING:
+    from pallas_kernels.pages import KVPages
+
+QUANTISED = ("int8", "float8_e4m3fn", "uint8")
+PAGE_DTYPES = ("float32", "bfloat16", "float16", "uint16", *QUANTISED)
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def fail(name: str, given: object, allowed: str) -> NoReturn:
@@ -25,32 +29,41 @@ def require_int(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
         fail(name, f"dtype {x.dtype}", "int32")
 
 
-def check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raises `ValueError` unless both are [N, Hkv, B, D] of one shape and one page dtype."""
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.ndim != 4:
-            fail(name, f"shape {pages.shape}", "[num_blocks, kv_heads, block_size, head_dim]")
-        if pages.dtype.name not in PAGE_DTYPES:
-            fail(name, f"dtype {pages.dtype}", f"one of {', '.join(PAGE_DTYPES)} (uint16: bfloat16 bits)")
-    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
-        fail(
-            "v_pages",
-            f"{v_pages.dtype}{v_pages.shape}",
-            f"the shape and dtype of k_pages, {k_pages.dtype}{k_pages.shape}",
-        )
+def check_pages(pages: KVPages) -> None:
+    """Raises `ValueError` unless K and V are [N, Hkv, B, D] of one shape and page dtype, with scales if quantised."""
+    if not (isinstance(pages, tuple) and len(pages) == 4):
+        fail("pages", type(pages).__name__, "KVPages(k, v, k_scales, v_scales)")
+    for name, x in (("k", pages.k), ("v", pages.v)):
+        if x.ndim != 4:
+            fail(f"pages.{name}", f"shape {x.shape}", "[num_blocks, kv_heads, block_size, head_dim]")
+        if x.dtype.name not in PAGE_DTYPES:
+            bits = "uint16: bfloat16 bits, uint8: float8_e4m3fn bits"
+            fail(f"pages.{name}", f"dtype {x.dtype}", f"one of {', '.join(PAGE_DTYPES)} ({bits})")
+    if pages.v.shape != pages.k.shape or pages.v.dtype != pages.k.dtype:
+        given, wanted = (f"{x.dtype}{x.shape}" for x in (pages.v, pages.k))
+        fail("pages.v", given, f"the shape and dtype of pages.k, {wanted}")
+    for name, x in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
+        if pages.k.dtype.name not in QUANTISED:
+            if x is not None:
+                fail(f"pages.{name}", "an array", f"None for {pages.k.dtype} pages")
+        elif x is None or x.shape != pages.k.shape[:3] or x.dtype != jnp.float32:
+            given = "None" if x is None else f"{x.dtype}{x.shape}"
+            fail(f"pages.{name}", given, f"float32{pages.k.shape[:3]} for {pages.k.dtype} pages")
 
 
-def check_attention(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: PagedBatch, scale: float) -> None:
-    """Raises `ValueError` unless the arguments of `paged_attention` fit together."""
-    check_pages(k_pages, v_pages)
-    _, kv_heads, _, head_dim = k_pages.shape
+def check_attention(q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.Array | None) -> None:
+    """Raises `ValueError` unless the arrays given to `paged_attention` fit together."""
+    check_pages(pages)
+    _, kv_heads, _, head_dim = pages.k.shape
     if q.ndim != 3 or q.shape[2] != head_dim:
-        fail("q", f"shape {q.shape}", f"[T, Hq, {head_dim}] to fit pages {k_pages.shape}")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        fail("q", f"dtype {q.dtype}", "a float dtype")
+        fail("q", f"shape {q.shape}", f"[T, Hq, {head_dim}] to fit pages {pages.k.shape}")
+    if q.dtype.name not in QUERY_DTYPES:
+        fail("q", f"dtype {q.dtype}", f"one of {', '.join(QUERY_DTYPES)}")
     rows, heads = q.shape[:2]
     if heads == 0 or heads % kv_heads:
         fail("q", f"{heads} query heads", f"a positive multiple of the {kv_heads} KV heads")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != jnp.float32):
+        fail("sinks", f"{sinks.dtype}{sinks.shape}", f"None or float32({heads},), one a query head")
     if batch.block_tables.ndim != 2:
         fail("block_tables", f"shape {batch.block_tables.shape}", "[R, M]")
     sequences = batch.block_tables.shape[0]
@@ -66,5 +79,3 @@ def check_attention(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch:
         require_int("query_starts", batch.query_starts, (sequences + 1,))
         if batch.num_decode is not None:
             require_int("num_decode", batch.num_decode, ())
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
-        fail("scale", scale, "a finite number")
