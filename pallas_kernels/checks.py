@@ -42,12 +42,12 @@ def check_pages(pages: KVPages) -> None:
     if pages.v.shape != pages.k.shape or pages.v.dtype != pages.k.dtype:
         given, wanted = (f"{x.dtype}{x.shape}" for x in (pages.v, pages.k))
         fail("pages.v", given, f"the shape and dtype of pages.k, {wanted}")
-    for name, x in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
+    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
         if pages.k.dtype.name not in QUANTISED:
-            if x is not None:
+            if scales is not None:
                 fail(f"pages.{name}", "an array", f"None for {pages.k.dtype} pages")
-        elif x is None or x.shape != pages.k.shape[:3] or x.dtype != jnp.float32:
-            given = "None" if x is None else f"{x.dtype}{x.shape}"
+        elif scales is None or scales.shape != pages.k.shape[:3] or scales.dtype != jnp.float32:
+            given = "None" if scales is None else f"{scales.dtype}{scales.shape}"
             fail(f"pages.{name}", given, f"float32{pages.k.shape[:3]} for {pages.k.dtype} pages")
 
 
@@ -79,3 +79,29 @@ def check_attention(q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.
         require_int("query_starts", batch.query_starts, (sequences + 1,))
         if batch.num_decode is not None:
             require_int("num_decode", batch.num_decode, ())
+
+
+def check_write(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array) -> None:
+    """Raises `ValueError` unless the arrays given to `write_kv` fit together."""
+    check_pages(pages)
+    _, kv_heads, _, head_dim = pages.k.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 3 or x.shape[1:] != (kv_heads, head_dim):
+            fail(name, f"shape {x.shape}", f"[T, {kv_heads}, {head_dim}] to fit pages {pages.k.shape}")
+        if x.dtype.name not in QUERY_DTYPES:
+            fail(name, f"dtype {x.dtype}", f"one of {', '.join(QUERY_DTYPES)}")
+    if (k.shape, k.dtype) != (v.shape, v.dtype):
+        fail("v", f"{v.dtype}{v.shape}", f"the shape and dtype of k, {k.dtype}{k.shape}")
+    require_int("write_slots", write_slots, (k.shape[0],))
+
+
+def check_rotary(q: jax.Array, k: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> None:
+    """Raises `ValueError` unless q and the rotary table given to `rotate_and_write` fit k, which fits its pages."""
+    rows, _, head_dim = k.shape
+    if q.ndim != 3 or (q.shape[0], q.shape[2], q.dtype) != (rows, head_dim, k.dtype):
+        fail("q", f"{q.dtype}{q.shape}", f"{k.dtype}({rows}, Hq, {head_dim}) to fit k")
+    if head_dim % 2:
+        fail("k", f"head size {head_dim}", "an even head size")
+    for name, x in zip(("cos", "sin"), rotary, strict=True):
+        if x.shape != (rows, head_dim // 2) or x.dtype != jnp.float32:
+            fail(name, f"{x.dtype}{x.shape}", f"float32({rows}, {head_dim // 2})")

@@ -34,7 +34,8 @@ def reference_attention(
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = pages.k.shape
     group = heads // kv_heads
-    k_pool, v_pool, k_scales, v_scales = (None if x is None else np.asarray(x) for x in pages)
+    k_pool, v_pool = np.asarray(pages.k), np.asarray(pages.v)
+    k_scales, v_scales = (None if x is None else np.asarray(x) for x in (pages.k_scales, pages.v_scales))
     tables, lengths = np.asarray(batch.block_tables), np.asarray(batch.kv_lengths)
     starts = np.arange(len(lengths) + 1) if batch.query_starts is None else np.asarray(batch.query_starts)
     out = np.zeros((rows, heads, head_dim), np.float32)

@@ -90,7 +90,7 @@ def prefill_attention(
         tile_queries = tile_queries.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
         table = lax.dynamic_index_in_dim(tables, sequence, keepdims=False)
         if spec.window is None:
-            first_key, first_page = None, 0
+            first_key, first_page = None, jnp.int32(0)
         else:  # of what the tile's first row sees
             first_key = jnp.maximum(position[0] - (spec.window - 1), 0)
             first_page = lax.div(first_key, jnp.int32(block_size))

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import PagedBatch
+from pallas_kernels import AttentionSpec, KVPages, PagedBatch, paged_attention
+
+STORAGES = ("float32", "float16", "bfloat16", "uint16", "int8", "float8_e4m3fn", "uint8")
+CPU_STORAGES = ("float32", "float16", "uint16", "int8", "uint8")
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "uint8": 448}  # of the numbers stored in quantised pages
+_HELD = {  # what a pool's numbers are, before they are taken as bits
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "uint16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "uint8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 
 
 def fresh_rng() -> np.random.Generator:
@@ -17,27 +33,69 @@ def fresh_rng() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def stored(x: np.ndarray, storage: str) -> np.ndarray:
-    """float32 values as a pool of dtype `storage` holds them."""
-    if storage == "float32":
-        return x.astype(np.float32)
-    bits = x.astype(ml_dtypes.bfloat16)
-    return bits.view(np.uint16) if storage == "uint16" else bits
+def stored(x: np.ndarray, storage: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 values [..., D] as a pool of dtype `storage` holds them, and their scales f32[...] if it is quantised."""
+    held = _HELD[storage]
+    scales = None
+    x = x.astype(np.float32)
+    if storage in LARGEST:
+        scales = np.abs(x).max(axis=-1) / np.float32(LARGEST[storage])
+        x = x / np.where(scales == 0, np.float32(1), scales)[..., None]
+        x = np.clip(np.rint(x) if storage == "int8" else x, -LARGEST[storage], LARGEST[storage])
+    x = x.astype(held)
+    return (x.view(storage) if storage in ("uint16", "uint8") else x), scales
+
+
+def values(pool: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """The inverse of `stored`: f32[..., D]."""
+    x = np.asarray(pool).view(_HELD[np.asarray(pool).dtype.name]).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        return x if scales is None else x * np.asarray(scales)[..., None]
+
+
+def make_pages(k: np.ndarray, v: np.ndarray, storage: str, dead: np.ndarray) -> KVPages:
+    """Pages of f32[N, Hkv, B, D] with the worst that can be stored in the slots that are dead bool[N, B]."""
+    pools: list[Any] = []
+    for x in (k, v):
+        pool, scales = stored(x, storage)
+        worst = np.full(1, 113, np.int8) if storage == "int8" else np.full(1, np.nan).astype(_HELD[storage])
+        pool = np.where(dead[:, None, :, None], worst.view(pool.dtype), pool)
+        pools.append((pool, None if scales is None else np.where(dead[:, None], np.float32(np.nan), scales)))
+    (k, k_scales), (v, v_scales) = pools
+    return KVPages(k, v, k_scales, v_scales)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call's arguments, in NumPy: q f32[T, Hq, D], pages [N, Hkv, B, D], a batch, and the scale."""
+    """One call's arguments, in NumPy: q [T, Hq, D], pages [N, Hkv, B, D], a batch, the options."""
 
     q: np.ndarray
-    k_pages: np.ndarray
-    v_pages: np.ndarray
+    pages: KVPages
     batch: PagedBatch
-    scale: float
+    spec: AttentionSpec
+    sinks: np.ndarray | None = None
 
     @property
-    def args(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, PagedBatch, float]:
-        return self.q, self.k_pages, self.v_pages, self.batch, self.scale
+    def args(self) -> tuple[np.ndarray, KVPages, PagedBatch, AttentionSpec, np.ndarray | None]:
+        """What the oracle takes."""
+        return self.q, self.pages, self.batch, self.spec, self.sinks
+
+    def with_values(self, **changes: Any) -> Case:
+        """With other arrays; k, v, k_scales, v_scales are those of the pages."""
+        pages = {name: changes.pop(name) for name in KVPages._fields if name in changes}
+        return replace(self, pages=self.pages._replace(**pages), **changes)
+
+
+@partial(jax.jit, static_argnames=("spec", "backend"))
+def _attend(q: Any, pages: Any, batch: Any, sinks: Any, spec: AttentionSpec, backend: str) -> Any:
+    options = dict(scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, return_lse=spec.return_lse)
+    return paged_attention(q, pages, batch, sinks=sinks, backend=backend, **options)
+
+
+def attend(case: Case, backend: str) -> tuple[jax.Array, jax.Array | None]:
+    """(out, lse or None) of a jitted call."""
+    result = _attend(case.q, case.pages, case.batch, case.sinks, case.spec, backend)
+    return result if case.spec.return_lse else (result, None)
 
 
 def make_case(
@@ -55,39 +113,43 @@ def make_case(
     storage: str = "float32",
     share: bool = False,
     size: float = 1.0,
+    sinks: bool = False,
+    **options: Any,
 ) -> Case:
     """A batch with `lengths` tokens a sequence, of which `queries` are this step's rows (None: decode batch).
 
     `rows`, `columns` and `blocks` pad the packed rows, the tables and the pool to fixed sizes, so that many
     cases share one compiled program. `heads` is (KV heads, query heads per KV head). `share`: sequences share
-    the full blocks of the first one.
-    Blocks are handed out in random order; NaN fills block 0, every unused block and every slot past the end.
+    the full blocks of the first one. `options`: of AttentionSpec.
+    Blocks are handed out in random order; NaN fills block 0, every unused block, every slot past the end, and
+    every slot before the windows of all its sequence's rows.
     """
     kv_heads, group = heads
+    spec = AttentionSpec(**{"scale": head_dim**-0.5, **options})
     needed = [-(-n // block_size) for n in lengths]
     columns = columns or max([1, *needed])
     blocks = blocks or 1 + sum(needed) + 3
+    counts = [min(1, n) for n in lengths] if queries is None else queries
     tables = np.zeros((len(lengths), columns), np.int32)
     free = list(rng.permutation(np.arange(1, blocks)))
-    full = np.zeros(blocks, np.int32)  # how many slots of each block hold tokens
+    dead = np.ones((blocks, block_size), bool)
     for r, length in enumerate(lengths):
+        begin = 0 if spec.window is None else max(0, length - counts[r] - spec.window + 1)
         for i in range(needed[r]):
-            here = min(block_size, length - i * block_size)
-            shared = share and r > 0 and here == block_size and (i + 1) * block_size <= lengths[0]
-            tables[r, i] = tables[0, i] if shared else free.pop()
-            full[tables[r, i]] = here
+            full = (i + 1) * block_size <= min(length, lengths[0])
+            tables[r, i] = tables[0, i] if share and r > 0 and full else free.pop()
+            position = i * block_size + np.arange(block_size)
+            dead[tables[r, i]] &= (position < begin) | (position >= length)
         # Entries past the end are valid ids of blocks that must not matter.
         tables[r, needed[r] :] = rng.integers(0, blocks, columns - needed[r])
-    live = (np.arange(block_size) < full[:, None])[:, None, :, None]
     shape = (blocks, kv_heads, block_size, head_dim)
-    k, v = (np.where(live, size * rng.standard_normal(shape), np.nan) for _ in range(2))
+    k, v = size * rng.standard_normal((2, *shape))
 
     if queries is None:
-        starts, counts = None, [min(1, n) for n in lengths]
+        starts = None
         first = list(range(len(lengths)))
         rows = len(lengths)
     else:
-        counts = queries
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         first = list(starts[:-1])
         rows = rows or int(starts[-1])
@@ -104,7 +166,8 @@ def make_case(
         None if queries is None else np.int32(num_decode),
     )
     q = size * rng.standard_normal((rows, kv_heads * group, head_dim)).astype(np.float32)
-    return Case(q, stored(k, storage), stored(v, storage), batch, head_dim**-0.5)
+    logits = (2 * size * rng.standard_normal(kv_heads * group)).astype(np.float32) if sinks else None
+    return Case(q, make_pages(k, v, storage, dead), batch, spec, logits)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -8,17 +8,26 @@ import numpy as np
 import pytest
 from paged_cases import fresh_rng, make_case
 
-from pallas_kernels import check_batch, copy_blocks, init_pages, paged_attention, storage_dtype, write_kv
+from pallas_kernels import (
+    available_backends,
+    check_batch,
+    copy_blocks,
+    init_pages,
+    paged_attention,
+    storage_dtype,
+    write_kv,
+)
+from pallas_kernels.dispatch import BACKENDS
 
 
 def bad_attention(**changes):
-    """Calls paged_attention on a good mixed case with some arguments or batch fields replaced."""
-    case = make_case(fresh_rng(), [20, 5, 9], [1, 5, 3], num_decode=1)
-    arguments = {"q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages}
-    batch = case.batch._replace(**{k: v for k, v in changes.items() if k in case.batch._fields})
-    options = {"scale": 0.1} | {k: v for k, v in changes.items() if k in ("scale", "backend")}
-    arguments |= {k: v for k, v in changes.items() if k in arguments}
-    return paged_attention(*arguments.values(), batch, **options)
+    """Calls paged_attention on a good mixed case with some arguments, pages or batch fields replaced."""
+    case = make_case(fresh_rng(), [20, 5, 9], [1, 5, 3], num_decode=1, storage=changes.pop("storage", "float32"))
+    parts = {"batch": case.batch, "pages": case.pages}
+    for name, part in parts.items():
+        parts[name] = part._replace(**{k: changes.pop(k) for k in part._fields if k in changes})
+    arguments = {"q": case.q, **parts, "scale": 0.1}
+    return paged_attention(**(arguments | changes))
 
 
 def ints(*shape: int) -> np.ndarray:
@@ -28,13 +37,21 @@ def ints(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "cuda"}, "backend: got 'cuda'.*'auto', 'xla', 'oracle'"),
+        ({"backend": "cuda"}, "backend: got 'cuda'.*'auto', 'xla', .*'oracle'"),
         ({"q": np.zeros((9, 6, 32), np.float32)}, r"q: got shape \(9, 6, 32\).*\[T, Hq, 64\]"),
         ({"q": np.zeros((9, 5, 64), np.float32)}, "q: got 5 query heads.*multiple of the 2 KV heads"),
-        ({"q": np.zeros((9, 6, 64), np.int32)}, "q: got dtype int32.*float"),
-        ({"k_pages": np.zeros((9, 2, 64), np.float32)}, "k_pages: got shape"),
-        ({"k_pages": np.zeros((9, 2, 16, 64), np.int8)}, "k_pages: got dtype int8.*float32, bfloat16, uint16"),
-        ({"v_pages": np.zeros((9, 2, 16, 64), np.uint16)}, "v_pages: got uint16.*k_pages"),
+        ({"q": np.zeros((9, 6, 64), np.int32)}, "q: got dtype int32.*float32, bfloat16, float16"),
+        ({"q": np.zeros((9, 6, 64), np.float64)}, "q: got dtype float64.*float32, bfloat16, float16"),
+        ({"pages": (np.zeros(3), np.zeros(3))}, "pages: got tuple; allowed is KVPages"),
+        ({"k": np.zeros((9, 2, 64), np.float32)}, "pages.k: got shape"),
+        (
+            {"k": np.zeros((9, 2, 16, 64), np.int32)},
+            "pages.k: got dtype int32.*float32, bfloat16, float16, uint16, int8",
+        ),
+        ({"v": np.zeros((9, 2, 16, 64), np.uint16)}, "pages.v: got uint16.*pages.k"),
+        ({"k_scales": np.zeros((9, 2, 16), np.float32)}, "pages.k_scales: got an array.*None for float32"),
+        ({"storage": "int8", "v_scales": None}, r"pages.v_scales: got None.*float32\(\d+, 2, 16\) for int8"),
+        ({"storage": "uint8", "k_scales": np.zeros((9, 2), np.float32)}, r"pages.k_scales: got float32\(9, 2\)"),
         ({"block_tables": ints(3)}, r"block_tables: got shape \(3,\).*\[R, M\]"),
         ({"block_tables": np.zeros((3, 2))}, "block_tables: got dtype float64.*int32"),
         ({"kv_lengths": ints(4)}, "kv_lengths: got shape"),
@@ -43,6 +60,14 @@ def ints(*shape: int) -> np.ndarray:
         ({"num_decode": ints(1)}, "num_decode: got shape"),
         ({"query_starts": None}, "q: got 9 rows.*3 rows"),
         ({"scale": float("nan")}, "scale: got nan.*finite"),
+        ({"scale": None}, "scale: got None.*finite"),
+        ({"window": 0}, "window: got 0; allowed is None or an integer of at least 1"),
+        ({"window": 2.5}, "window: got 2.5"),
+        ({"soft_cap": 0.0}, "soft_cap: got 0.0; allowed is None or a finite number above 0"),
+        ({"soft_cap": float("inf")}, "soft_cap: got inf"),
+        ({"sinks": np.zeros(2, np.float32)}, r"sinks: got float32\(2,\); allowed is None or float32\(6,\)"),
+        ({"sinks": np.zeros(6, np.float16)}, r"sinks: got float16\(6,\)"),
+        ({"return_lse": 1}, "return_lse: got 1; allowed is True or False"),
     ],
 )
 def test_attention_refuses(changes: dict, message: str) -> None:
@@ -53,30 +78,38 @@ def test_attention_refuses(changes: dict, message: str) -> None:
 def test_attention_refuses_num_decode_in_a_decode_batch() -> None:
     case = make_case(fresh_rng(), [20, 5])
     with pytest.raises(ValueError, match="num_decode"):
-        paged_attention(*case.args[:3], case.batch._replace(num_decode=ints()), scale=1.0)
+        paged_attention(case.q, case.pages, case.batch._replace(num_decode=ints()), scale=1.0)
+
+
+def test_available_backends_are_backends() -> None:
+    names = available_backends()
+    assert "xla" in names and "oracle" not in names and set(names) <= set(BACKENDS)
 
 
 def test_pages_refuse() -> None:
-    pages = jnp.zeros((4, 2, 16, 8))
-    row = jnp.zeros((3, 2, 8))
-    with pytest.raises(ValueError, match="dtype: got int8"):
-        storage_dtype(jnp.int8, "cpu")
+    pages = init_pages(4, 2, 16, 8, "float32")
+    row, slots = jnp.zeros((3, 2, 8)), jnp.zeros(3, jnp.int32)
+    for dtype in (jnp.int16, "fp4", "float64", None):
+        with pytest.raises(ValueError, match=r"dtype: got .* one of 'float32', 'bfloat16', 'float16', 'int8', 'fp8'"):
+            storage_dtype(dtype, "cpu")
     with pytest.raises(ValueError, match="block_size: got 0; allowed is at least 1"):
         init_pages(4, 2, 0, 8, jnp.float32)
     with pytest.raises(ValueError, match=r"k: got shape \(3, 1, 8\).*\[T, 2, 8\]"):
-        write_kv(pages, pages, row[:, :1], row, jnp.zeros(3, jnp.int32))
+        write_kv(pages, row[:, :1], row, slots)
     with pytest.raises(ValueError, match="v: got shape"):
-        write_kv(pages, pages, row, row[:2], jnp.zeros(3, jnp.int32))
+        write_kv(pages, row, row[:2], slots)
     with pytest.raises(ValueError, match="v: got dtype int32"):
-        write_kv(pages, pages, row, row.astype(jnp.int32), jnp.zeros(3, jnp.int32))
+        write_kv(pages, row, row.astype(jnp.int32), slots)
     with pytest.raises(ValueError, match="write_slots: got shape"):
-        write_kv(pages, pages, row, row, jnp.zeros(2, jnp.int32))
+        write_kv(pages, row, row, slots[:2])
     with pytest.raises(ValueError, match="write_slots: got dtype float32"):
-        write_kv(pages, pages, row, row, jnp.zeros(3))
-    with pytest.raises(ValueError, match="pages: got shape"):
-        copy_blocks(pages[0], jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
+        write_kv(pages, row, row, jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"pages\.k_scales: got None"):
+        write_kv(init_pages(4, 2, 16, 8, "int8")._replace(k_scales=None), row, row, slots)
+    with pytest.raises(ValueError, match="pages: got ArrayImpl"):
+        copy_blocks(pages.k, slots, slots)
     with pytest.raises(ValueError, match="dst: got shape"):
-        copy_blocks(pages, jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32))
+        copy_blocks(pages, slots, slots[:2])
 
 
 def test_refusals_come_while_tracing_too() -> None:
@@ -84,13 +117,14 @@ def test_refusals_come_while_tracing_too() -> None:
     case = make_case(fresh_rng(), [20, 5])
     with pytest.raises(ValueError, match="q: got"):
         jax.eval_shape(
-            lambda q: paged_attention(q, *case.args[1:4], scale=1.0), jax.ShapeDtypeStruct((2, 5, 64), "float32")
+            lambda q: paged_attention(q, case.pages, case.batch, scale=1.0),
+            jax.ShapeDtypeStruct((2, 5, 64), "float32"),
         )
 
 
 def test_check_batch() -> None:
     case = make_case(fresh_rng(), [20, 0, 5, 40, 3], [1, 1, 5, 2, 0], num_decode=2, rows=11)
-    batch, blocks = case.batch, len(case.k_pages)
+    batch, blocks = case.batch, len(case.pages.k)
     check_batch(batch, blocks, 16)
 
     def changed(field: str, index: object, value: int):
