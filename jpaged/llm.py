@@ -36,6 +36,7 @@ class LLM:
     model                   a Hugging Face folder or hub id, a .gguf file, a jpaged checkpoint, or a LoadedModel
     tokenizer               another folder, hub id or Tokenizer; by default the model's own
     dtype                   "auto" (as stored), "float32" or "bfloat16": of weights, activations and KV cache
+                            (a LoadedModel has both already: another tokenizer or dtype is refused)
     max_model_len           longest prompt + output; by default the model's limit, or what the KV pool holds
     max_num_seqs            sequences that run at once (default 32 on CPU, 256 elsewhere)
     max_num_batched_tokens  most tokens in one step (default 512 on CPU, 2048 elsewhere)
@@ -76,6 +77,8 @@ class LLM:
         compilation_cache_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
+        if isinstance(model, LoadedModel):
+            _check_loaded(model, dtype, tokenizer)
         enable_compilation_cache(compilation_cache_dir)
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, tokenizer)
         self.tokenizer = self.loaded.tokenizer
@@ -83,7 +86,7 @@ class LLM:
         max_num_seqs = max_num_seqs if max_num_seqs is not None else (32 if on_cpu else 256)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_seqs, 512 if on_cpu else 2048)
-        kv_dtype = jnp.dtype(next(iter(self.loaded.params.values())).dtype)
+        kv_dtype = _dtype_of(self.loaded)
         num_blocks, max_model_len = pick_num_blocks(
             self.loaded.config,
             kv_dtype,
@@ -268,3 +271,22 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, (str, Mapping)):
         return True
     return len(prompts) > 0 and all(isinstance(token, int) or hasattr(token, "__index__") for token in prompts)
+
+
+def _dtype_of(loaded: LoadedModel) -> jnp.dtype:
+    return jnp.dtype(next(iter(loaded.params.values())).dtype)
+
+
+def _check_loaded(loaded: LoadedModel, dtype: str, tokenizer: str | Path | Tokenizer | None) -> None:
+    """Refuse options that are for loading: a LoadedModel has been loaded, and they would change nothing."""
+    has = _dtype_of(loaded).name
+    if dtype not in ("auto", has):
+        raise ValueError(
+            f'dtype {dtype!r} was given with a LoadedModel of {has}; allowed: "auto" or {has!r}, or load it again '
+            f"with load_model(path, dtype={dtype!r})"
+        )
+    if tokenizer is not None and tokenizer is not loaded.tokenizer:
+        raise ValueError(
+            f"tokenizer {tokenizer!r} was given with a LoadedModel; allowed: None or the model's own (another one: "
+            "load_model(path, tokenizer=…) or dataclasses.replace(loaded, tokenizer=…))"
+        )

@@ -160,6 +160,22 @@ def test_settings_that_cannot_work(changes, message):
         LLM(tiny_model(), warm_up=False, **{**SIZES, **changes}).generate([5], GREEDY, use_tqdm=False)
 
 
+def test_options_that_a_loaded_model_cannot_follow_are_refused():
+    loaded = dataclasses.replace(tiny_model(), tokenizer=word_tokenizer())
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(
+            ValueError, match=f'dtype {dtype!r} was given with a LoadedModel of float32; allowed: "auto"'
+        ):
+            LLM(loaded, dtype=dtype, warm_up=False, **SIZES)
+    for tokenizer in ("some/folder", word_tokenizer()):
+        with pytest.raises(
+            ValueError, match=r"tokenizer .* was given with a LoadedModel; allowed: None or the model's own"
+        ):
+            LLM(loaded, tokenizer=tokenizer, warm_up=False, **SIZES)
+    llm = LLM(loaded, dtype="float32", tokenizer=loaded.tokenizer, warm_up=False, **SIZES)
+    assert llm.get_tokenizer() is loaded.tokenizer
+
+
 def test_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt-neo"}')
     with pytest.raises(ConfigError, match="gpt-neo"):
