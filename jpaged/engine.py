@@ -64,7 +64,7 @@ class Engine:
         params = params or SamplingParams()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not finished")
-        token_ids = self.check_prompt(prompt_token_ids, params)
+        token_ids = self._check_prompt(prompt_token_ids, params)
         room = self.config.max_model_len - len(token_ids)
         request = Request(
             request_id,
@@ -79,8 +79,9 @@ class Engine:
         self.requests[request_id] = request
         return request
 
-    def check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """The prompt as Python ints. Raises ValueError if it is empty, too long, or holds an id the model lacks."""
+    def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as Python ints. Raises ValueError if it is empty or an id is unknown; its length is the
+        scheduler's to check."""
         ids = np.asarray(prompt_token_ids)
         vocab = self.model.vocab_size
         if ids.ndim != 1 or ids.size == 0:
@@ -93,11 +94,6 @@ class Engine:
         stray = [token for token in params.stop_token_ids if token >= vocab]
         if stray:
             raise ValueError(f"stop_token_ids: {stray[0]} is outside the model's vocabulary: ids are 0 to {vocab - 1}")
-        if ids.size >= self.config.max_model_len:
-            raise ValueError(
-                f"the prompt has {ids.size} tokens, but max_model_len is {self.config.max_model_len}, of which at "
-                f"least one is generated: at most {self.config.max_model_len - 1} are allowed"
-            )
         return ids.tolist()
 
     def abort(self, request_id: str) -> None:

@@ -196,26 +196,22 @@ class LLM:
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         params = self._params_for(sampling_params, len(items))
         outputs: dict[str, RequestOutput] = {}
-        checked: list[tuple[str, list[int], str | None, SamplingParams]] = []
-        order = []
-        for (item, text), each in zip(items, params, strict=True):
-            request_id = str(next(self._ids))
-            order.append(request_id)
-            try:
-                ids, text = self._tokenize(item, text)
-                checked.append((request_id, self.engine.check_prompt(ids, each), text, each))
-            except ValueError as error:
-                if on_error == "raise":
-                    raise ValueError(f"prompt {len(order) - 1}: {error}") from error
-                outputs[request_id] = RequestOutput(
-                    request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error)
-                )
-        for request_id, ids, text, each in checked:
-            self.engine.add_request(request_id, ids, each, prompt=text)
+        order = [str(next(self._ids)) for _ in items]
         try:
-            self._drain({request_id for request_id, *_ in checked}, outputs, use_tqdm)
-        except BaseException:  # an interrupted call leaves the engine empty for the next one
-            for request_id, *_ in checked:
+            # Nothing runs before all are queued: a bad prompt is found before any work is done for the others.
+            for index, (request_id, (item, text), each) in enumerate(zip(order, items, params, strict=True)):
+                try:
+                    ids, text = self._tokenize(item, text)
+                    self.engine.add_request(request_id, ids, each, prompt=text)
+                except ValueError as error:
+                    if on_error == "raise":
+                        raise ValueError(f"prompt {index}: {error}") from error
+                    outputs[request_id] = RequestOutput(
+                        request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error)
+                    )
+            self._drain(set(order) - set(outputs), outputs, use_tqdm)
+        except BaseException:  # a refused or interrupted call leaves the engine empty for the next one
+            for request_id in order:
                 self.engine.abort(request_id)
             raise
         return [outputs[request_id] for request_id in order]

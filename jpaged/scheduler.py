@@ -92,11 +92,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError at once for a prompt that can never run."""
-        room = self.config.max_model_len
-        if len(request.prompt_token_ids) >= room:
+        length, limit = len(request.prompt_token_ids), self.config.max_model_len
+        if length >= limit:
             raise ValueError(
-                f"request {request.request_id!r}: the prompt has {len(request.prompt_token_ids)} tokens; at most "
-                f"{room - 1} fit, since max_model_len={room} and at least one token is generated"
+                f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
+                f"at most {limit - 1} are allowed"
             )
         self.waiting[request] = None
 
