@@ -9,18 +9,15 @@ that operation on the device, divided by its length. NumPy works in place on the
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import platform
-import time
+import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_tools import make_parser, print_table, save_json, time_calls
 from jax import lax
 
 from jpaged.allocator import (
@@ -38,6 +35,7 @@ from jpaged.audit import audit, check
 
 BLOCK_SIZE = 16
 INSIDE = 200  # operations in the loop that measures the cost inside a program
+HEADER = ("operation", "call ms", "inside ms", "numpy ms")
 
 State = tuple[BlockPool, BlockTables]
 
@@ -112,14 +110,9 @@ def filled(rows: int, columns: int, blocks: int, seed: int = 0) -> State:
     return pool, tables
 
 
-def median_ms(run: Callable[[], Any], repeats: int, prepare: Callable[[], Any] = lambda: None) -> float:
-    times = []
-    for _ in range(repeats):
-        argument = prepare()
-        start = time.perf_counter()
-        jax.block_until_ready(run() if argument is None else run(argument))
-        times.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(times))
+def median_ms(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any]) -> float:
+    """Milliseconds of a call of `run` on what `prepare` makes."""
+    return 1e3 * statistics.median(time_calls(run, repeats, lambda: (prepare(),)))
 
 
 def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
@@ -184,47 +177,37 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
     }
 
 
-def measure(rows: int, columns: int, blocks: int, repeats: int) -> list[dict[str, Any]]:
+def measure(rows: int, columns: int, blocks: int, repeats: int) -> list[tuple[Any, ...]]:
+    """Rows of HEADER; "-" where a thing is not measured."""
     state = filled(rows, columns, blocks)
     copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s))
-    table = []
+    run_audit = jax.jit(functools.partial(audit, block_size=BLOCK_SIZE))
+    table: list[tuple[Any, ...]] = []
     for name, (device, host, again) in operations(state).items():
         once = jax.jit(device, donate_argnums=0)
-        check(jax.jit(functools.partial(audit, block_size=BLOCK_SIZE))(*once(copy(state))))
-        call = median_ms(once, repeats, lambda: jax.block_until_ready(copy(state)))
-        inside = None
+        check(run_audit(*once(copy(state))))
+        call = median_ms(once, repeats, lambda: copy(state))
+        inside: float | str = "-"
         if again:
             many = jax.jit(lambda s, f=device: lax.fori_loop(0, INSIDE, lambda _, s: f(s), s), donate_argnums=0)
-            many(copy(state))
-            inside = median_ms(many, max(3, repeats // 5), lambda: jax.block_until_ready(copy(state))) / INSIDE
-        numpy = median_ms(host, repeats, lambda: NumpyAllocator(state))
-        table.append({"operation": name, "call_ms": call, "inside_ms": inside, "numpy_ms": numpy})
-    run_audit = jax.jit(functools.partial(audit, block_size=BLOCK_SIZE))
-    run_audit(*state)
-    call = median_ms(lambda: run_audit(*state), repeats)
-    table.append({"operation": "audit", "call_ms": call, "inside_ms": None, "numpy_ms": None})
+            inside = median_ms(many, max(3, repeats // 5), lambda: copy(state)) / INSIDE
+        table.append((name, call, inside, median_ms(host, repeats, lambda: NumpyAllocator(state))))
+    table.append(("audit", median_ms(lambda s: run_audit(*s), repeats, lambda: state), "-", "-"))
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=256, help="rows of the block table (sequence slots)")
     parser.add_argument("--columns", type=int, default=256, help="most blocks of a row")
     parser.add_argument("--blocks", type=int, default=65_536, help="blocks in the pool")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the table there too")
     args = parser.parse_args()
 
     table = measure(args.rows, args.columns, args.blocks, args.repeats)
     print(f"{args.rows} rows x {args.columns} blocks, pool of {args.blocks}; medians in ms")
-    print(f"{'operation':<50}{'call':>10}{'inside':>10}{'numpy':>10}")
-    for line in table:
-        cells = [line[key] for key in ("call_ms", "inside_ms", "numpy_ms")]
-        print(f"{line['operation']:<50}" + "".join(f"{'-' if c is None else format(c, '.3f'):>10}" for c in cells))
-    if args.json:
-        sizes = {key: getattr(args, key) for key in ("rows", "columns", "blocks", "repeats")}
-        machine = {"backend": jax.default_backend(), "jax": jax.__version__, "machine": platform.machine()}
-        args.json.write_text(json.dumps({"sizes": sizes, **machine, "table": table}, indent=2) + "\n")
+    print_table(HEADER, table)
+    save_json(args.json, [dict(zip(HEADER, row, strict=True)) for row in table])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_tools import describe_machine, print_table, save_json, take_turns
+from bench_tools import describe_machine, make_parser, print_table, save_json, take_turns
 
 from pallas_kernels import PagedBatch, paged_attention, storage_dtype
 
@@ -127,7 +127,7 @@ def runs(work: Work, heads: tuple[int, int, int], block: int, dtype: Any, layers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--heads", nargs="+", type=head_shape, default=[(3, 3, 64)], help="KV_HEADSxGROUPxHEAD_DIM (default: 3x3x64)"
     )
@@ -149,7 +149,6 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4, help="layers a call goes through (default: 4)")
     parser.add_argument("--repeats", type=int, default=21, help="calls of each, in turns; medians are shown")
-    parser.add_argument("--json", metavar="FILE", help="write the table and the machine there too")
     args = parser.parse_args()
 
     rows = []

@@ -17,7 +17,7 @@ import time
 
 import jax
 import numpy as np
-from bench_tools import print_table, save_json
+from bench_tools import make_parser, print_table, save_json
 from random_model import SMOLLM2_135M, random_model
 
 from jpaged import Engine, EngineConfig, SamplingParams
@@ -35,14 +35,13 @@ PARTS = ("schedule", "pack plan", "dispatch", "read back", "update")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--running", type=int, default=256, help="sequences decoding (default: 256)")
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10, 1000, 100_000], help="requests in the queue")
     parser.add_argument("--decode-steps", type=int, default=1, help="iterations in a dispatch (default: 1)")
     parser.add_argument("--idle-device", action="store_true", help="leave the device's work out")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--steps", type=int, default=100, help="steps timed (default: 100)")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, the command and the machine here")
     args = parser.parse_args()
     loaded = random_model({**SMOLLM2_135M, **NARROW, "num_hidden_layers": args.layers}, "float32")
     rows = [measure(loaded, args, waiting) for waiting in args.waiting]

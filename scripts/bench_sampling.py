@@ -8,15 +8,12 @@ to a few dozen tokens, and "mixed" ones where some rows need thousands.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import time
-from pathlib import Path
+import statistics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_tools import make_parser, print_table, save_json, time_calls
 
 from jpaged.sampling import SamplingState, filtered_weights, sample, seed_words
 
@@ -50,36 +47,27 @@ def make_state(rows: int, *, temperature: float = 1.0, top_k: float = 0, top_p: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write the table there too")
     args = parser.parse_args()
 
     position = jnp.arange(args.rows, dtype=jnp.int32)
     argmax, run = jax.jit(lambda logits, *_: jnp.argmax(logits, axis=1)), jax.jit(sample)
-    table = []
-    print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}; milliseconds, median and least")
+    rows = []
+    print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}")
     for shape, slopes in SLOPES.items():
         logits = make_logits(args.rows, args.vocab, slopes)
         kept = (filtered_weights(logits, make_state(args.rows, top_p=0.9)) > 0).sum(axis=1)
         print(f"{shape}: the top-p 0.9 set has {int(kept.min())} to {int(kept.max())} tokens")
         for kind, params in {"argmax": {}, **KINDS}.items():
             program, state = argmax if kind == "argmax" else run, make_state(args.rows, **params)
-            jax.block_until_ready(program(logits, state, position))
-            times = []
-            for _ in range(args.repeats):
-                start = time.perf_counter()
-                jax.block_until_ready(program(logits, state, position))
-                times.append(1e3 * (time.perf_counter() - start))
-            line = {"logits": shape, "kind": kind, "median_ms": float(np.median(times)), "min_ms": min(times)}
-            table.append(line)
-            print(f"  {kind:<24}{line['median_ms']:>10.3f}{line['min_ms']:>10.3f}")
-    if args.json:
-        sizes = {"rows": args.rows, "vocab": args.vocab, "repeats": args.repeats}
-        machine = {"backend": jax.default_backend(), "jax": jax.__version__, "machine": platform.machine()}
-        args.json.write_text(json.dumps({"sizes": sizes, **machine, "table": table}, indent=2) + "\n")
+            times = time_calls(program, args.repeats, lambda logits=logits, state=state: (logits, state, position))
+            rows.append((shape, kind, 1e3 * statistics.median(times), 1e3 * min(times)))
+    header = ("logits", "kind", "median ms", "least ms")
+    print_table(header, rows)
+    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

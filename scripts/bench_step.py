@@ -10,14 +10,13 @@ step, allocator and sampling included.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_tools import print_table, save_json, take_turns
+from bench_tools import make_parser, print_table, save_json, take_turns
 from jax import lax
 from jpaged_models import LoadedModel, merge_params
 from random_model import SMOLLM2_135M, random_model
@@ -111,14 +110,13 @@ class Paged:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="sequences (default: 8 32)")
     parser.add_argument("--context", type=int, nargs="+", default=[256], help="tokens of each (default: 256)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default: 30, as SmolLM2-135M)")
     parser.add_argument("--repeats", type=int, default=15, help="turns of four steps each (default: 15)")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, the command and the machine here")
     args = parser.parse_args()
     rows = []
     for name in args.dtype:

@@ -1,7 +1,8 @@
-"""What the benchmarks share: taking turns, medians, a Markdown table, JSON with the machine it was made on."""
+"""What the benchmarks share: options, timing, a Markdown table, JSON with the machine it was made on."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -33,11 +34,27 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def seconds(run: Callable[[], Any]) -> float:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that prints a benchmark's docstring as it is, with the option that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the table, the command and the machine there too")
+    return parser
+
+
+def seconds(run: Callable[..., Any], *arguments: Any) -> float:
     """Wall time of one call whose result is waited for."""
     start = time.perf_counter()
-    jax.block_until_ready(run())
+    jax.block_until_ready(run(*arguments))
     return time.perf_counter() - start
+
+
+def time_calls(run: Callable[..., Any], repeats: int, prepare: Callable[[], tuple[Any, ...]] = tuple) -> list[float]:
+    """Seconds of each of `repeats` calls, after one that compiles.
+
+    `prepare()` makes a call's arguments and is not timed: a donated state can be used only once.
+    """
+    times = [seconds(run, *jax.block_until_ready(prepare())) for _ in range(1 + repeats)]
+    return times[1:]
 
 
 def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int, calls: int = 1) -> dict[str, float]:

@@ -15,7 +15,7 @@ import csv
 import time
 
 import numpy as np
-from bench_tools import print_table, save_json
+from bench_tools import make_parser, print_table, save_json
 from random_model import random_model
 from tqdm import tqdm
 
@@ -35,14 +35,13 @@ MODEL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("lengths", help="CSV file with the columns prompt_tokens, output_tokens")
     parser.add_argument("--requests", type=int, default=2000, help="the first so many of the file (default: 2000)")
     parser.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--slots", type=int, default=32768, help="tokens the KV pool holds (default: 32768)")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-len", type=int, default=2048, help="longer requests are cut (default: 2048)")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, the command and the machine here")
     args = parser.parse_args()
     with open(args.lengths, newline="") as file:
         lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
