@@ -13,19 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.allocator import (
-    BlockPool,
-    BlockTables,
-    copy_on_write,
-    drop,
-    fork,
-    grow,
-    hold,
-    init_pool,
-    init_tables,
-    release,
-    share,
-)
+from jpaged import allocator
+from jpaged.allocator import BlockPool, BlockTables
 from jpaged.audit import audit
 
 ROWS, COLUMNS, BLOCKS, SIZE, SLOTS, MAX_NEW = 10, 5, 30, 4, 6, 3
@@ -61,7 +50,7 @@ class Seen(NamedTuple):
 
 def start() -> Device:
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-    return Device(init_pool(BLOCKS), init_tables(ROWS, COLUMNS), zeros(SLOTS), zeros(BLOCKS))
+    return Device(allocator.init_pool(BLOCKS), allocator.init_tables(ROWS, COLUMNS), zeros(SLOTS), zeros(BLOCKS))
 
 
 def apply(device: Device, op: Op) -> tuple[Device, Seen]:
@@ -74,33 +63,33 @@ def apply(device: Device, op: Op) -> tuple[Device, Seen]:
     no_copies, yes, mask = jnp.zeros((2, ROWS), jnp.int32), jnp.asarray(True), op.rows != 0
 
     def do_grow():
-        new_pool, new_tables, ok = grow(pool, tables, op.rows, block_size=SIZE, max_new_blocks=MAX_NEW)
+        new_pool, new_tables, ok = allocator.grow(pool, tables, op.rows, block_size=SIZE, max_new_blocks=MAX_NEW)
         return Device(new_pool, new_tables, slots, holds), ok, no_copies
 
     def do_release():
-        return Device(*release(pool, tables, mask, block_size=SIZE), slots, holds), yes, no_copies
+        return Device(*allocator.release(pool, tables, mask, block_size=SIZE), slots, holds), yes, no_copies
 
     def do_share():
         blocks = ids.reshape(ROWS, COLUMNS)
-        new_pool, new_tables, ok = share(pool, tables, op.mask, blocks, op.rows, block_size=SIZE)
+        new_pool, new_tables, ok = allocator.share(pool, tables, op.mask, blocks, op.rows, block_size=SIZE)
         return Device(new_pool, new_tables, slots, holds), ok, no_copies
 
     def do_fork():
-        new_pool, new_tables, ok = fork(pool, tables, op.rows, block_size=SIZE)
+        new_pool, new_tables, ok = allocator.fork(pool, tables, op.rows, block_size=SIZE)
         return Device(new_pool, new_tables, slots, holds), ok, no_copies
 
     def do_write():
-        new_pool, new_tables, src, dst, ok = copy_on_write(pool, tables, mask, block_size=SIZE)
+        new_pool, new_tables, src, dst, ok = allocator.copy_on_write(pool, tables, mask, block_size=SIZE)
         return Device(new_pool, new_tables, slots, holds), ok, jnp.stack([src, dst])
 
     def do_hold():
-        new_pool, ok = hold(pool, cache_ids)
+        new_pool, ok = allocator.hold(pool, cache_ids)
         new_slots = jnp.where(picked & ok, cache_ids, slots)
         new_holds = holds.at[jnp.where(picked & ok, cache_ids, BLOCKS)].add(1, mode="drop")
         return Device(new_pool, tables, new_slots, new_holds), ok, no_copies
 
     def do_drop():
-        new_pool, ok = drop(pool, cache_ids)
+        new_pool, ok = allocator.drop(pool, cache_ids)
         new_holds = holds.at[jnp.where(picked & ok, cache_ids, BLOCKS)].add(-1, mode="drop")
         return Device(new_pool, tables, jnp.where(picked & ok, 0, slots), new_holds), ok, no_copies
 
