@@ -101,6 +101,8 @@ def restore_params(
     with ocp.Checkpointer(handler) as checkpointer:
         try:
             metadata = checkpointer.metadata(folder / "params").item_metadata
+            if metadata is None:  # Orbax logs why
+                raise CheckpointError("the list of arrays cannot be read")
             found = {name: tuple(entry.shape) for name, entry in metadata.tree.items()}
         except Exception as error:  # whatever the storage layers raise about a damaged folder
             raise CheckpointError(f"{folder / 'params'} is damaged or not there: {error}") from error
