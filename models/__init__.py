@@ -1,5 +1,7 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
 
+from pallas_kernels import describe_backend
+
 from .config import ModelConfig
 from .decoder import Attend, Decoder
 from .errors import CheckpointError, ConfigError
@@ -19,6 +21,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",
+    "describe_backend",
     "flatten_params",
     "init_cache",
     "load_model",

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -129,3 +130,10 @@ print(len(first.outputs[0].token_ids), len(second.outputs[0].token_ids), llm.sta
 
 def test_generates_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     assert python(site, tmp_path, GENERATE).split() == ["5", "5", "0"]
+
+
+def test_the_command_is_installed(root: Path, site: Path, tmp_path: Path) -> None:
+    version = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    for command in ([str(site / "bin" / "jpaged")], [sys.executable, "-m", "jpaged"]):
+        assert run([*command, "version"], cwd=tmp_path, env=environment).split()[:2] == ["jpaged", version]

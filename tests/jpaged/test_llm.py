@@ -4,24 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-import tokenizers
-from jpaged_models import ConfigError, GenerationDefaults, Tokenizer
-from tiny import greedy_reference, tiny_model
+from jpaged_models import ConfigError, GenerationDefaults
+from tiny import greedy_reference, tiny_model, word_tokenizer
 
 from jpaged import LLM, SamplingParams
 from jpaged.memory import block_bytes, pick_num_blocks
 
-TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SIZES = dict(max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8, max_num_batched_tokens=32)
-
-
-def word_tokenizer() -> Tokenizer:
-    """One token a word: "w0" to "w96" are ids 0 to 96; "w2" is special."""
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["w2"])
-    return Tokenizer(backend, {"eos_token": "w2"}, TEMPLATE)
 
 
 @pytest.fixture(scope="module")

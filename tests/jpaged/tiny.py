@@ -1,4 +1,4 @@
-"""A tiny random model, and what it generates by a plain contiguous forward pass of one sequence."""
+"""A tiny random model and tokenizer, and what it generates by a plain contiguous forward pass of one sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, merge_params, param_shapes
+import tokenizers
+from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, Tokenizer, merge_params, param_shapes
 
 from jpaged import Engine, EngineConfig, SamplingParams
 
@@ -26,6 +27,8 @@ HF_CONFIG = {
     "eos_token_id": 2,
 }
 
+TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+
 
 @functools.lru_cache
 def tiny_model(dtype: str = "float32", seed: int = 0) -> LoadedModel:
@@ -39,6 +42,14 @@ def tiny_model(dtype: str = "float32", seed: int = 0) -> LoadedModel:
 
     params = {name: jnp.asarray(draw(name, s.shape), s.dtype) for name, s in shapes.items()}
     return LoadedModel(config, graphdef, params, None, GenerationDefaults(eos_token_ids=(2,)))
+
+
+def word_tokenizer() -> Tokenizer:
+    """One token a word: "w0" to "w96" are ids 0 to 96; "w2" is special."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["w2"])
+    return Tokenizer(backend, {"eos_token": "w2"}, TEMPLATE)
 
 
 def contiguous_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, scale: float) -> tuple[jax.Array, None]:
