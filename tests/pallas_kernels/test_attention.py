@@ -215,9 +215,7 @@ def test_a_nan_stays_in_its_own_sequence(where: str, backend: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize(
-    ("storage", "window"), [("float32", None), ("float32", 37), ("uint16", None), ("int8", 37), ("uint8", None)]
-)
+@pytest.mark.parametrize(("storage", "window"), [("float32", None), ("uint16", None), ("int8", 37)])
 def test_chunked_prefill_equals_one_shot(storage: str, window: int | None, backend: str) -> None:
     """A prompt written and attended to chunk by chunk, cut anywhere, the last tokens as decode steps."""
     rng = fresh_rng()
