@@ -9,7 +9,7 @@ outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.llm import LLM
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
 
@@ -19,6 +19,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
 ]

@@ -74,6 +74,7 @@ class Engine:
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=self.eos_token_ids,
             prompt=prompt,
+            arrival_time=self.clock(),
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -101,6 +102,7 @@ class Engine:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self.scheduler.abort(request)
+            request.finished_time = self.clock()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do, the release of blocks included."""
@@ -114,6 +116,9 @@ class Engine:
         start = clock()
         schedule = self.scheduler.schedule()
         scheduled = clock()
+        for request in schedule.admit:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time, request.num_cached_tokens = scheduled, 0
         dispatched = self.runner.dispatch(schedule) if schedule.has_rows or schedule.release else None
         sent = clock()
         if self.config.async_scheduling:
@@ -160,7 +165,11 @@ class Engine:
         schedule = dispatched.schedule
         touched = self.scheduler.update(schedule, result.tokens, result.left)
         for request in touched:
+            if request.first_token_time is None:
+                request.first_token_time = arrived
+            request.last_token_time = arrived
             if request.finished:
+                request.finished_time = arrived
                 self.requests.pop(request.request_id, None)
                 self.collector.finished += 1
         if schedule.has_rows:

@@ -16,7 +16,7 @@ from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.memory import pick_num_blocks
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.outputs import RequestOutput, make_completion, make_output, make_refusal
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
@@ -206,9 +206,7 @@ class LLM:
                 except ValueError as error:
                     if on_error == "raise":
                         raise ValueError(f"prompt {index}: {error}") from error
-                    outputs[request_id] = RequestOutput(
-                        request_id, text, [], [CompletionOutput(0, "", [], "error")], error=str(error)
-                    )
+                    outputs[request_id] = make_refusal(request_id, text, str(error))
             self._drain(set(order) - set(outputs), outputs, use_tqdm)
         except BaseException:  # a refused or interrupted call leaves the engine empty for the next one
             for request_id in order:
@@ -258,8 +256,7 @@ class LLM:
         ids = request.output_token_ids
         shown = ids[:-1] if request.finish_reason == "stop" else ids  # the token that ended it is no text
         text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
-        completion = CompletionOutput(0, text, list(ids), request.finish_reason, request.stop_reason)
-        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion])
+        return make_output(request, [make_completion(request, text)])
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

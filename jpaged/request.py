@@ -38,8 +38,14 @@ class Request:
     prefilled: int = 0  # of them, those already dispatched to the device
     readable_from: int = 0  # steps that must have been read before all its tokens are known (set by a preemption)
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    arrival_time: float = 0.0  # these by the engine's clock, in seconds
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +78,7 @@ class Request:
                 self.finish("length")
                 return
 
-    def finish(self, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason

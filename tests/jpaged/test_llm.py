@@ -29,6 +29,12 @@ def test_generate_keeps_the_order_and_takes_every_kind_of_prompt(llm):
     assert [output.outputs[0].token_ids for output in outputs] == [greedy_reference(prompt, 6) for prompt in ids]
     assert all(output.finished and output.error is None for output in outputs)
     assert len({output.request_id for output in outputs}) == 4
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
+        assert metrics.first_token_time <= metrics.last_token_time == metrics.finished_time
+        assert metrics.time_in_queue >= 0 and output.num_cached_tokens == 0
+        assert output.outputs[0].finished() and output.outputs[0].index == 0
 
 
 @pytest.mark.parametrize("prompt", ["w5 w6", [5, 6], np.array([5, 6]), {"prompt": "w5 w6"}], ids=type)
