@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jpaged_models import describe_backend
 
+from jpaged.config import KV_CACHE_DTYPES
 from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ ENGINE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",
+    "kv_cache_dtype",
     "kv_cache_memory_bytes",
     "seed",
 )
@@ -100,13 +102,14 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     """Options named as the arguments of LLM; absent from the result unless given."""
     add = group.add_argument
     add("--tokenizer", metavar="MODEL", help="another folder, hub id or .gguf file for the tokenizer")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache (default: auto, as stored)")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the weights (default: auto, as stored)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output (default: the model's limit)")
     add("--max-num-seqs", type=int, metavar="N", help="prompts that run at once (default: 32 on CPU, else 256)")
     add(
         "--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 512 on CPU, else 2048)"
     )
     add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of keys and values (default: auto, as --dtype)")
     add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory for KV blocks (default: what is of use)")
     add("--seed", type=int, metavar="N", help="the same seed and prompts give the same outputs (default: 0)")
 

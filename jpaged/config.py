@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 DECODE_ROWS_MIN = 8  # a bf16 matrix product with fewer rows leaves XLA:CPU's fast path
 TOKEN_BUCKET_MIN = 32
 
@@ -23,6 +24,7 @@ class EngineConfig:
     decode_steps            most decode iterations in one dispatch
     watermark               share of the pool that admission leaves free for running sequences to grow into
     async_scheduling        plan a step while the previous one runs
+    kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
     """
 
     num_blocks: int
@@ -34,6 +36,7 @@ class EngineConfig:
     watermark: float = 0.01
     async_scheduling: bool = True
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "
@@ -76,6 +80,12 @@ class EngineConfig:
     def token_buckets(self) -> tuple[int, ...]:
         """Token counts that a mixed (prefill and decode) program is compiled for."""
         return grow_by_doubling(min(TOKEN_BUCKET_MIN, self.max_num_batched_tokens), self.max_num_batched_tokens)
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Raises ValueError unless it is one of KV_CACHE_DTYPES."""
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(map(repr, KV_CACHE_DTYPES))}, got {name!r}")
 
 
 def grow_by_doubling(first: int, last: int) -> tuple[int, ...]:

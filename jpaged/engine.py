@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jpaged_models import LoadedModel
 
@@ -34,7 +33,6 @@ class Engine:
         loaded: LoadedModel,
         config: EngineConfig,
         *,
-        dtype: jnp.dtype | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -42,7 +40,7 @@ class Engine:
         self.model = loaded.config
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
         self.scheduler = Scheduler(config)
-        self.runner = Runner(loaded, config, dtype or next(iter(loaded.params.values())).dtype)
+        self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
         self.requests: dict[str, Request] = {}
         self.pending: Dispatched | None = None

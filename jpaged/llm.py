@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.memory import pick_num_blocks
+from jpaged.memory import pick_kv_dtype, pick_num_blocks
 from jpaged.outputs import RequestOutput, make_completion, make_output, make_refusal
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
@@ -35,13 +35,15 @@ class LLM:
 
     model                   a Hugging Face folder or hub id, a .gguf file, a jpaged checkpoint, or a LoadedModel
     tokenizer               another folder, hub id or Tokenizer; by default the model's own
-    dtype                   "auto" (as stored), "float32" or "bfloat16": of weights, activations and KV cache
+    dtype                   "auto" (as stored), "float32" or "bfloat16": of weights and activations
                             (a LoadedModel has both already: another tokenizer or dtype is refused)
     max_model_len           longest prompt + output; by default the model's limit, or what the KV pool holds
     max_num_seqs            sequences that run at once (default 32 on CPU, 256 elsewhere)
     max_num_batched_tokens  most tokens in one step (default 512 on CPU, 2048 elsewhere)
     block_size              tokens in a KV block
     num_blocks              KV blocks, the null block included; by default from the two below
+    kv_cache_dtype          what keys and values are stored in: "auto" (as dtype), "float32", "bfloat16", "float16",
+                            "int8" or "fp8" (e4m3), the last two with a scale for each token and head
     kv_cache_memory_bytes   bytes for KV blocks
     memory_fraction         share of the device's memory to use where neither is given (on CPU at most 4 GiB of KV)
     seed                    of the seeds that requests without one are given
@@ -66,6 +68,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
+        kv_cache_dtype: str = "auto",
         kv_cache_memory_bytes: int | None = None,
         memory_fraction: float = 0.9,
         seed: int = 0,
@@ -86,10 +89,9 @@ class LLM:
         max_num_seqs = max_num_seqs if max_num_seqs is not None else (32 if on_cpu else 256)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_seqs, 512 if on_cpu else 2048)
-        kv_dtype = _dtype_of(self.loaded)
         num_blocks, max_model_len = pick_num_blocks(
             self.loaded.config,
-            kv_dtype,
+            pick_kv_dtype(self.loaded, kv_cache_dtype),
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -107,9 +109,10 @@ class LLM:
             watermark=watermark,
             async_scheduling=async_scheduling,
             attention_backend=attention_backend,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.loaded = self.loaded.with_max_length(max_model_len)
-        self.engine = Engine(self.loaded, self.config, dtype=kv_dtype, seed=seed)
+        self.engine = Engine(self.loaded, self.config, seed=seed)
         self._ids = itertools.count()
         if warm_up:
             self.warm_up(progress)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import os
 
 import jax
-import jax.numpy as jnp
-from jpaged_models import ModelConfig
+from jpaged_models import LoadedModel, ModelConfig, init_cache
+
+from jpaged.config import check_kv_cache_dtype
 
 CPU_KV_BYTES = 4 << 30  # unless asked for more: a laptop has other things to do with its memory
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * jnp.dtype(dtype).itemsize
+def pick_kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> str:
+    """What keys and values are stored in; "auto" is the model's dtype. Raises ValueError for an unknown name."""
+    check_kv_cache_dtype(kv_cache_dtype)
+    return next(iter(loaded.params.values())).dtype.name if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def block_bytes(model: ModelConfig, block_size: int, kv_dtype: str) -> int:
+    """Bytes of one block over all layers, keys and values, with their scales if they are quantised."""
+    block = jax.eval_shape(lambda: init_cache(model, 1, block_size, kv_dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(block))
 
 
 def pick_num_blocks(
     model: ModelConfig,
-    dtype: jnp.dtype,
+    kv_dtype: str,
     *,
     block_size: int,
     max_model_len: int | None,
@@ -48,7 +56,7 @@ def pick_num_blocks(
     limit = model.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(f"max_model_len={max_model_len} is more than the {limit} positions the model was made for")
-    per_block = block_bytes(model, block_size, dtype)
+    per_block = block_bytes(model, block_size, kv_dtype)
     if num_blocks is None:
         useful = max_num_seqs * -(-(max_model_len or limit) // block_size) + 1
         if kv_cache_memory_bytes is not None:

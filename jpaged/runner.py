@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jpaged_models import LoadedModel
 
 from jpaged.audit import audit, check
 from jpaged.config import EngineConfig, pick_bucket
+from jpaged.memory import pick_kv_dtype
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
@@ -76,11 +76,11 @@ def build_count(function: Callable[..., Any], block_size: int) -> Program:
 class Runner:
     """Runs schedules on the device, in the order they are dispatched."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.config = config
         self.params = loaded.params
         self.programs = build_programs(loaded.graphdef, config)
-        self.state = init_state(loaded.config, config, dtype)
+        self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
         """Start a step and return without waiting for it."""

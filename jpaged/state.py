@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jpaged_models import ModelConfig, init_cache
+from jpaged_models import KVPages, ModelConfig, init_cache
 
 from jpaged.allocator import BlockPool, BlockTables, blocks_needed, init_pool, init_tables
 from jpaged.config import EngineConfig
@@ -25,7 +25,7 @@ class SlotState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    cache: tuple[Any, ...]  # per layer (k_pages, v_pages), [N, Hkv, B, D] each
+    cache: tuple[KVPages, ...]  # one a layer: K and V [N, Hkv, B, D], and scales if they are quantised
     pool: BlockPool
     tables: BlockTables
     slots: SlotState
@@ -41,11 +41,11 @@ class BlockCounts(NamedTuple):
     tokens: jax.Array  # over all tables; a shared block's tokens count for each
 
 
-def init_state(model: ModelConfig, config: EngineConfig, dtype: jnp.dtype) -> EngineState:
-    """Zeroed pages, a full pool, empty tables and slots."""
+def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> EngineState:
+    """Zeroed pages of kv_dtype (see `init_cache`), a full pool, empty tables and slots."""
     slots = config.max_num_seqs
     return EngineState(
-        init_cache(model, config.num_blocks, config.block_size, dtype),
+        init_cache(model, config.num_blocks, config.block_size, kv_dtype),
         init_pool(config.num_blocks),
         init_tables(slots, config.max_blocks_per_seq),
         SlotState(

@@ -8,7 +8,7 @@ from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
-from .paged import init_cache, paged_attend
+from .paged import KVPages, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "Decoder",
     "GenerationDefaults",
+    "KVPages",
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",

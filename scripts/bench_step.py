@@ -22,6 +22,7 @@ from jpaged_models import LoadedModel, merge_params
 from random_model import SMOLLM2_135M, random_model
 
 from jpaged import EngineConfig
+from jpaged.config import KV_CACHE_DTYPES
 from jpaged.plan import HEADER
 from jpaged.runner import Runner
 
@@ -76,7 +77,7 @@ class Contiguous:
 class Paged:
     """The engine's decode program, one iteration a call, over sequences held at one length."""
 
-    def __init__(self, loaded: LoadedModel, batch: int, context: int, dtype: jnp.dtype, block_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, batch: int, context: int, block_size: int, kv_dtype: str) -> None:
         per_seq = -(-context // block_size)
         config = EngineConfig(
             num_blocks=batch * per_seq + 1,
@@ -85,8 +86,9 @@ class Paged:
             max_num_seqs=batch,
             max_num_batched_tokens=max(batch, 32),
             decode_steps=1,
+            kv_cache_dtype=kv_dtype,
         )
-        self.runner = Runner(loaded, config, dtype)
+        self.runner = Runner(loaded, config)
         self.layout, self.program = self.runner.programs.decode[config.decode_buckets[-1]]
         ids = np.random.default_rng(0).permutation(np.arange(1, config.num_blocks))
         blocks = jnp.asarray(ids.reshape(batch, per_seq), jnp.int32)
@@ -114,6 +116,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="sequences (default: 8 32)")
     parser.add_argument("--context", type=int, nargs="+", default=[256], help="tokens of each (default: 256)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the paged KV")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default: 30, as SmolLM2-135M)")
     parser.add_argument("--repeats", type=int, default=15, help="turns of four steps each (default: 15)")
@@ -127,7 +130,7 @@ def main() -> None:
                 times = take_turns(
                     {
                         "contiguous": Contiguous(loaded, batch, context, dtype),
-                        "paged": Paged(loaded, batch, context, dtype, args.block_size),
+                        "paged": Paged(loaded, batch, context, args.block_size, args.kv_cache_dtype),
                     },
                     args.repeats,
                     calls=4,

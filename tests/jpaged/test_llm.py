@@ -188,9 +188,12 @@ def test_pool_size_from_bytes_and_from_what_is_of_use():
         kv_cache_memory_bytes=None,
         memory_fraction=0.5,
     )
-    per_block = block_bytes(config, 4, np.dtype("float32"))
+    per_block = block_bytes(config, 4, "float32")
     assert per_block == 2 * 2 * 2 * 4 * 8 * 4
+    assert block_bytes(config, 4, "bfloat16") == block_bytes(config, 4, "float16") == per_block // 2
+    scales = 2 * 2 * 2 * 4 * 4  # float32, one for each K and V, layer, head and token
+    assert block_bytes(config, 4, "int8") == block_bytes(config, 4, "fp8") == per_block // 4 + scales
     # More than two sequences of the model's 256 positions can use is not taken.
-    assert pick_num_blocks(config, np.dtype("float32"), **sizes) == (2 * 64 + 1, 256)
+    assert pick_num_blocks(config, "float32", **sizes) == (2 * 64 + 1, 256)
     ten = {**sizes, "kv_cache_memory_bytes": 10 * per_block}
-    assert pick_num_blocks(config, np.dtype("float32"), **ten) == (10, 36)
+    assert pick_num_blocks(config, "float32", **ten) == (10, 36)

@@ -10,6 +10,7 @@ from jpaged_models import ModelConfig, param_shapes
 from tiny import HF_CONFIG
 
 from jpaged import EngineConfig
+from jpaged.memory import block_bytes
 from jpaged.runner import build_programs
 from jpaged.state import init_state
 
@@ -17,30 +18,43 @@ LARGE = {**HF_CONFIG, "hidden_size": 256, "num_attention_heads": 8, "num_key_val
 GIGABYTE = 1 << 30
 
 
-def compile_step(kind: str, dtype: str) -> tuple[jax.stages.Compiled, int, list[tuple[int, ...]]]:
+def compile_step(kind: str, dtype: str, kv_dtype: str) -> tuple[jax.stages.Compiled, int, list[tuple[int, ...]]]:
     """(compiled program with a pool of 1 GB, bytes of the pool, shapes of the pool's and the weights' arrays).
 
     The embedding alone is over 2 % of the pool: a copy of it shows in the temporaries too.
     """
     model = ModelConfig.from_hf({**LARGE, "vocab_size": 1 << 17})
-    block = 2 * 2 * 4 * 16 * 64 * jnp.dtype(dtype).itemsize
     config = EngineConfig(
-        num_blocks=GIGABYTE // block, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=32, decode_steps=4
+        num_blocks=GIGABYTE // block_bytes(model, 16, kv_dtype),
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        decode_steps=4,
     )
     graphdef, params = param_shapes(model, jnp.dtype(dtype))
-    state = jax.eval_shape(lambda: init_state(model, config, jnp.dtype(dtype)))
+    state = jax.eval_shape(lambda: init_state(model, config, kv_dtype))
     programs = build_programs(graphdef, config)
     layout, program = (programs.decode if kind == "decode" else programs.mixed)[8 if kind == "decode" else 32]
     compiled = program.lower(params, state, jax.ShapeDtypeStruct((layout.size,), np.int32)).compile()
     pool = jax.tree.leaves(state.cache)
+    pool_shapes = list({leaf.shape for leaf in pool})  # K and V, and their scales
     weights = [leaf.shape for leaf in params.values() if leaf.ndim == 2]
-    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in pool), [pool[0].shape, *weights]
+    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in pool), [*pool_shapes, *weights]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_pool_is_aliased_and_nothing_is_copied(kind, dtype):
-    compiled, pool_bytes, shapes = compile_step(kind, dtype)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "kv_dtype"),
+    [
+        ("decode", "float32", "float32"),
+        ("mixed", "float32", "float32"),
+        ("decode", "bfloat16", "bfloat16"),
+        ("mixed", "bfloat16", "bfloat16"),
+        ("decode", "bfloat16", "fp8"),
+        ("mixed", "float32", "int8"),
+    ],
+)
+def test_pool_is_aliased_and_nothing_is_copied(kind, dtype, kv_dtype):
+    compiled, pool_bytes, shapes = compile_step(kind, dtype, kv_dtype)
     memory = compiled.memory_analysis()
     assert pool_bytes > 0.99 * GIGABYTE
     assert memory.alias_size_in_bytes >= pool_bytes
