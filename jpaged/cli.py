@@ -135,7 +135,8 @@ def run_generate(options: argparse.Namespace) -> None:
     chosen = pick(given, SAMPLING)
     SamplingParams(**chosen)  # a bad value should not cost the time a model takes to load
     progress = sys.stderr.isatty()
-    llm = LLM(options.model, progress=progress, **pick(given, ENGINE))
+    # A batch or two need few of the programs, and compile them when they come to them.
+    llm = LLM(options.model, warm_up=False, **pick(given, ENGINE))
     params = dataclasses.replace(llm.default_sampling_params(), **chosen)
     if "chat" in given:
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]

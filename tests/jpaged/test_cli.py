@@ -76,7 +76,7 @@ def test_only_what_is_given_is_passed_on(monkeypatch):
     assert cli.main(["generate", "some/model", "--prompt", "a", *engine, *sampling]) == 130, (
         "an interrupted command says so by its status"
     )
-    assert Recorder.made == ("some/model", {"progress": Recorder.made[1]["progress"], "dtype": "bfloat16", "seed": 3})
+    assert Recorder.made == ("some/model", {"warm_up": False, "dtype": "bfloat16", "seed": 3})
     assert Recorder.called == (["a"], SamplingParams(temperature=0.5, top_k=7, top_p=0.9, stop_token_ids=(4, 5)))
 
 
