@@ -1,8 +1,14 @@
 """Paged attention: arrays in, arrays out. Knows pages and batches, nothing of models or requests."""
 
 from pallas_kernels.batch import PagedBatch, check_batch
-from pallas_kernels.dispatch import available_backends, describe_backend, paged_attention
-from pallas_kernels.pages import KVPages, copy_blocks, init_pages, write_kv
+from pallas_kernels.dispatch import (
+    available_backends,
+    describe_backend,
+    paged_attention,
+    rotate_and_write,
+    write_kv,
+)
+from pallas_kernels.pages import KVPages, copy_blocks, init_pages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.storage import KV_DTYPES, storage_dtype
 
@@ -17,6 +23,7 @@ __all__ = [
     "describe_backend",
     "init_pages",
     "paged_attention",
+    "rotate_and_write",
     "storage_dtype",
     "write_kv",
 ]

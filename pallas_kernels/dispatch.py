@@ -1,15 +1,24 @@
-"""`paged_attention`: one public function, checked once, served by one of several backends."""
+"""The public functions that several backends serve: arguments are checked once, here, and then one backend is called.
+
+"auto" is decided by the platform that is being lowered for: the native kernels on CPU where they were built, XLA's
+operations elsewhere. A backend that was asked for by name and cannot serve raises; nothing falls back in silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, overload
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, overload
 
 import jax
+from jax import lax
 
 from pallas_kernels import oracle
+from pallas_kernels import pages as xla_pages
 from pallas_kernels.batch import PagedBatch
-from pallas_kernels.checks import check_attention, fail
+from pallas_kernels.checks import check_attention, check_rotary, check_write, fail
+from pallas_kernels.cpu import attention as cpu_attention
+from pallas_kernels.cpu.library import instruction_sets
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import attention as xla_attention
@@ -22,6 +31,7 @@ Backend = Callable[
 ]
 
 BACKENDS: dict[str, Backend] = {
+    "cpu": cpu_attention.attention,
     "xla": xla_attention.attention,
     "oracle": oracle.attention,
 }
@@ -29,7 +39,7 @@ BACKENDS: dict[str, Backend] = {
 
 def available_backends() -> tuple[str, ...]:
     """Backends that run on the default platform's device, the best first ("auto" is that one). No oracle."""
-    return ("xla",)
+    return ("cpu", "xla") if jax.default_backend() == "cpu" and instruction_sets() else ("xla",)
 
 
 @overload
@@ -101,17 +111,92 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes or options that do not fit, an unknown backend, or one that lacks an option.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        fail("backend", repr(backend), "one of " + ", ".join(map(repr, ("auto", *BACKENDS))))
+    check_backend(backend)
     spec = AttentionSpec(scale, window, soft_cap, return_lse)
     check_attention(q, pages, batch, sinks)
-    name = available_backends()[0] if backend == "auto" else backend
-    out, lse = BACKENDS[name](q, pages, batch, spec, sinks)
+    call = _pick(backend, {name: partial(function, spec=spec) for name, function in BACKENDS.items()})
+    out, lse = call(q, pages, batch, sinks=sinks)
     if lse is None:
         return out
     return out, lse
 
 
+def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array, *, backend: str = "auto") -> KVPages:
+    """Stores each row's K and V at its slot; in place when the caller donates the pages.
+
+    Args:
+        pages: of any dtype; values are rounded to it, or quantised (see `storage`).
+        k, v: [T, Hkv, D] of any float dtype.
+        write_slots: i32[T], `block * B + offset`. Real rows' slots are distinct; padding rows share block 0,
+            where the surviving value is unspecified. A slot outside the pool is dropped.
+        backend: as for `paged_attention`; "oracle" writes as "xla" does.
+
+    Returns:
+        The pages, same shapes and dtypes.
+    """
+    check_backend(backend)
+    check_write(pages, k, v, write_slots)
+    return _pick(backend, _WRITERS)(pages, k, v, write_slots)
+
+
+def rotate_and_write(
+    pages: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    write_slots: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+    *,
+    backend: str = "auto",
+) -> tuple[KVPages, jax.Array]:
+    """Rotates q and k (RoPE) and stores k and v, as `write_kv` does, in one pass over them.
+
+    Args:
+        pages, v, write_slots, backend: as for `write_kv`.
+        q, k: [T, Hq, D] and [T, Hkv, D] of one float dtype, D even; dimension i turns with i + D/2.
+        rotary: cos and sin, f32[T, D/2] each.
+
+    Returns:
+        (pages, q rotated); q's padding rows, those that go to block 0, are unspecified.
+    """
+    check_backend(backend)
+    check_write(pages, k, v, write_slots)
+    check_rotary(q, k, rotary)
+    return _pick(backend, _ROTATORS)(pages, q, k, v, write_slots, rotary)
+
+
+_WRITERS = {"cpu": cpu_attention.write_kv, "xla": xla_pages.write_kv, "oracle": xla_pages.write_kv}
+_ROTATORS = {
+    "cpu": cpu_attention.rotate_and_write,
+    "xla": xla_pages.rotate_and_write,
+    "oracle": xla_pages.rotate_and_write,
+}
+
+
+def check_backend(backend: str) -> None:
+    """Raises `ValueError` unless `backend` is "auto" or a backend's name."""
+    if backend != "auto" and backend not in BACKENDS:
+        fail("backend", repr(backend), "one of " + ", ".join(map(repr, ("auto", *BACKENDS))))
+
+
+def _pick(backend: str, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The backend's function; for "auto" one that becomes the platform's best when it is lowered."""
+    if backend != "auto":
+        return functions[backend]
+    if not instruction_sets():
+        return functions["xla"]
+
+    def by_platform(*args: Any, **kwargs: Any) -> Any:
+        return lax.platform_dependent(
+            args, kwargs, cpu=lambda a, k: functions["cpu"](*a, **k), default=lambda a, k: functions["xla"](*a, **k)
+        )
+
+    return by_platform
+
+
 def describe_backend() -> str:
-    """The backend that "auto" is here, and the platform, for people to read: "xla (cpu)"."""
-    return f"{available_backends()[0]} ({jax.default_backend()})"
+    """The backend that "auto" is here, and the platform, for people to read: "cpu, avx512bf16" or "xla (gpu)"."""
+    best = available_backends()[0]
+    if best == "cpu":
+        return f"cpu (native kernels, {instruction_sets()[0]})"
+    return f"{best} ({jax.default_backend()})"

@@ -49,28 +49,8 @@ def init_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, d
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array) -> KVPages:
-    """Stores each row's K and V at its slot; in place when the caller donates the pages.
-
-    Args:
-        pages: of any dtype; values are rounded to it, or quantised (see `storage`).
-        k, v: [T, Hkv, D] of any float dtype.
-        write_slots: i32[T], `block * B + offset`. Real rows' slots are distinct; padding rows share block 0,
-            where the surviving value is unspecified. A slot outside the pool is dropped.
-
-    Returns:
-        The pages, same shapes and dtypes.
-    """
-    check_pages(pages)
-    _, kv_heads, block_size, head_dim = pages.k.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[1:] != (kv_heads, head_dim):
-            fail(name, f"shape {x.shape}", f"[T, {kv_heads}, {head_dim}] to fit pages {pages.k.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            fail(name, f"dtype {x.dtype}", "a float dtype")
-    if k.shape != v.shape:
-        fail("v", f"shape {v.shape}", f"the shape of k, {k.shape}")
-    require_int("write_slots", write_slots, (k.shape[0],))
-
+    """`pallas_kernels.write_kv` on XLA's operations."""
+    block_size = pages.k.shape[2]
     block, offset = write_slots // block_size, write_slots % block_size
 
     def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
@@ -81,6 +61,25 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array)
         return KVPages(put(pages.k, to_storage(k, dtype)), put(pages.v, to_storage(v, dtype)))
     (k, k_scales), (v, v_scales) = quantise(k, dtype), quantise(v, dtype)
     return KVPages(put(pages.k, k), put(pages.v, v), put(pages.k_scales, k_scales), put(pages.v_scales, v_scales))
+
+
+def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates x [T, heads, D] by cos and sin f32[T, D/2]: dimension i turns with i + D/2 (Hugging Face's pairs)."""
+    cos, sin = (t[:, None, :] for t in rotary)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_and_write(
+    pages: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    write_slots: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+) -> tuple[KVPages, jax.Array]:
+    """`pallas_kernels.rotate_and_write` on XLA's operations."""
+    return write_kv(pages, rotate(k, rotary), v, write_slots), rotate(q, rotary)
 
 
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:

@@ -14,6 +14,7 @@ from pallas_kernels import (
     copy_blocks,
     init_pages,
     paged_attention,
+    rotate_and_write,
     storage_dtype,
     write_kv,
 )
@@ -37,7 +38,7 @@ def ints(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "cuda"}, "backend: got 'cuda'.*'auto', 'xla', .*'oracle'"),
+        ({"backend": "cuda"}, "backend: got 'cuda'.*'auto', 'cpu', 'xla', .*'oracle'"),
         ({"q": np.zeros((9, 6, 32), np.float32)}, r"q: got shape \(9, 6, 32\).*\[T, Hq, 64\]"),
         ({"q": np.zeros((9, 5, 64), np.float32)}, "q: got 5 query heads.*multiple of the 2 KV heads"),
         ({"q": np.zeros((9, 6, 64), np.int32)}, "q: got dtype int32.*float32, bfloat16, float16"),
@@ -96,7 +97,7 @@ def test_pages_refuse() -> None:
         init_pages(4, 2, 0, 8, jnp.float32)
     with pytest.raises(ValueError, match=r"k: got shape \(3, 1, 8\).*\[T, 2, 8\]"):
         write_kv(pages, row[:, :1], row, slots)
-    with pytest.raises(ValueError, match="v: got shape"):
+    with pytest.raises(ValueError, match=r"v: got float32\(2, 2, 8\).*k, float32\(3, 2, 8\)"):
         write_kv(pages, row, row[:2], slots)
     with pytest.raises(ValueError, match="v: got dtype int32"):
         write_kv(pages, row, row.astype(jnp.int32), slots)
@@ -110,6 +111,13 @@ def test_pages_refuse() -> None:
         copy_blocks(pages.k, slots, slots)
     with pytest.raises(ValueError, match="dst: got shape"):
         copy_blocks(pages, slots, slots[:2])
+    half = jnp.zeros((3, 4))
+    with pytest.raises(ValueError, match=r"q: got float32\(2, 2, 8\); allowed is float32\(3, Hq, 8\)"):
+        rotate_and_write(pages, row[:2], row, row, slots, (half, half))
+    with pytest.raises(ValueError, match=r"sin: got float32\(3, 8\); allowed is float32\(3, 4\)"):
+        rotate_and_write(pages, row, row, row, slots, (half, jnp.zeros((3, 8))))
+    with pytest.raises(ValueError, match="backend: got 'tpu'"):
+        write_kv(pages, row, row, slots, backend="tpu")
 
 
 def test_refusals_come_while_tracing_too() -> None:

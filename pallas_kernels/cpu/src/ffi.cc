@@ -1,0 +1,335 @@
+// The custom calls that XLA sees: shapes and types are checked here once more, then the kernels of the best instruction
+// set of this processor run on XLA's own threads.
+
+#include <algorithm>
+#include <string>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jpaged {
+
+#define JPAGED_SETS(X) X(plain) X(avx2) X(avx512) X(avx512bf16)
+#define JPAGED_DECLARE(set) \
+  namespace set {           \
+  extern const Kernels kernels; \
+  }
+JPAGED_SETS(JPAGED_DECLARE)
+
+namespace {
+
+#if defined(__x86_64__) && defined(JPAGED_HAVE_X86_SETS)
+bool supports_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool supports_avx512() {
+  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool supports_avx512bf16() { return supports_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// The kernels named, or nullptr if they are unknown or this processor cannot run them. "": the best there are.
+const Kernels* find_kernels(const std::string& name) {
+#if defined(__x86_64__) && defined(JPAGED_HAVE_X86_SETS)
+  if ((name.empty() || name == "avx512bf16") && supports_avx512bf16()) return &avx512bf16::kernels;
+  if ((name.empty() || name == "avx512") && supports_avx512()) return &avx512::kernels;
+  if ((name.empty() || name == "avx2") && supports_avx2()) return &avx2::kernels;
+#endif
+  if (name.empty() || name == "plain") return &plain::kernels;
+  return nullptr;
+}
+
+// The set a call asks for: "" in service, a name in tests.
+ffi::ErrorOr<const Kernels*> kernels_for(std::string_view name) {
+  static const Kernels* const best = find_kernels("");
+  const Kernels* found = name.empty() ? best : find_kernels(std::string(name));
+  if (!found) return ffi::Unexpected(ffi::Error::InvalidArgument("no such instruction set on this processor"));
+  return found;
+}
+
+Pool borrow(ffi::ThreadPool& threads) {
+  static Lookout* const lookout = new Lookout;  // never destroyed: a helper may outlive main
+  Pool pool;
+  pool.lookout = lookout;
+  pool.schedule = [](void* context, void (*run)(void*), void* data) {
+    static_cast<ffi::ThreadPool*>(context)->Schedule([run, data] { run(data); });
+  };
+  pool.context = &threads;
+  pool.threads = threads.num_threads();
+  return pool;
+}
+
+ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
+
+#define JPAGED_CHECK(condition) \
+  if (!(condition)) return wrong("jpaged: not so: " #condition)
+
+bool read_type(ffi::DataType from, Type* to) {
+  switch (from) {
+    case ffi::DataType::F32: *to = Type::f32; return true;
+    case ffi::DataType::U16:  // bfloat16 bits
+    case ffi::DataType::BF16: *to = Type::bf16; return true;
+    case ffi::DataType::F16: *to = Type::f16; return true;
+    case ffi::DataType::S8: *to = Type::i8; return true;
+    case ffi::DataType::U8:  // float8_e4m3fn bits
+    case ffi::DataType::F8E4M3FN: *to = Type::fp8; return true;
+    default: return false;
+  }
+}
+
+bool is_float(Type type) { return type == Type::f32 || type == Type::bf16 || type == Type::f16; }
+
+// An operand that may be left out is passed as an array without elements.
+template <class T = void>
+T* optional_data(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<T*>(buffer.untyped_data()) : nullptr;
+}
+
+ffi::Error read_pages(const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, const ffi::AnyBuffer& k_scales,
+                      const ffi::AnyBuffer& v_scales, Pages* pages) {
+  auto shape = k.dimensions();
+  JPAGED_CHECK(shape.size() == 4 && k.element_type() == v.element_type());
+  JPAGED_CHECK(k.element_count() == v.element_count());
+  pages->blocks = shape[0];
+  pages->heads = shape[1];
+  pages->block_size = shape[2];
+  pages->head_dim = shape[3];
+  JPAGED_CHECK(read_type(k.element_type(), &pages->type));
+  pages->k = k.untyped_data();
+  pages->v = v.untyped_data();
+  const bool scaled = pages->type == Type::i8 || pages->type == Type::fp8;
+  const size_t scales = scaled ? size_t(shape[0] * shape[1] * shape[2]) : 0;
+  JPAGED_CHECK(k_scales.element_count() == scales && v_scales.element_count() == scales);
+  JPAGED_CHECK(k_scales.element_type() == ffi::DataType::F32 && v_scales.element_type() == ffi::DataType::F32);
+  pages->k_scales = optional_data<float>(k_scales);
+  pages->v_scales = optional_data<float>(v_scales);
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------- attention
+
+ffi::Error attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer k_scales,
+                  ffi::AnyBuffer v_scales, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths,
+                  ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::Buffer<ffi::F32>> lse, float scale, int64_t window, float soft_cap,
+                  std::string_view set) {
+  auto kernels = kernels_for(set);
+  if (!kernels) return kernels.error();
+  Attention a{};
+  if (auto error = read_pages(k, v, k_scales, v_scales, &a.pages); error.failure()) return error;
+  auto shape = q.dimensions();
+  JPAGED_CHECK(shape.size() == 3 && shape[2] == a.pages.head_dim && shape[1] % a.pages.heads == 0);
+  JPAGED_CHECK(read_type(q.element_type(), &a.q_type) && is_float(a.q_type));
+  JPAGED_CHECK(out->element_type() == q.element_type() && out->element_count() == q.element_count());
+  a.rows = shape[0];
+  a.heads = shape[1];
+  a.q = q.untyped_data();
+  JPAGED_CHECK(tables.dimensions().size() == 2);
+  a.sequences = tables.dimensions()[0];
+  a.columns = tables.dimensions()[1];
+  JPAGED_CHECK(int64_t(lengths.element_count()) == a.sequences);
+  const int64_t count = starts.element_count();
+  JPAGED_CHECK(count == a.sequences + 1 || (count == 0 && a.rows == a.sequences));
+  JPAGED_CHECK(sinks.element_count() == 0 || int64_t(sinks.element_count()) == a.heads);
+  JPAGED_CHECK(lse->element_count() == 0 || int64_t(lse->element_count()) == a.rows * a.heads);
+  a.tables = tables.typed_data();
+  a.lengths = lengths.typed_data();
+  a.starts = count ? starts.typed_data() : nullptr;
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  a.scale = scale;
+  a.window = window;
+  a.soft_cap = soft_cap;
+  a.out = out->untyped_data();
+  a.lse = lse->element_count() ? lse->typed_data() : nullptr;
+  (*kernels)->attention(a, borrow(threads));
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------- pages
+
+// With q: rotates q and k by cos and sin on the way. Without (no elements): stores k as it is.
+ffi::Error write_kv(ffi::ThreadPool threads, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer k_scales,
+                    ffi::AnyBuffer v_scales, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                    ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                    ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out,
+                    ffi::Result<ffi::AnyBuffer> k_scales_out, ffi::Result<ffi::AnyBuffer> v_scales_out,
+                    ffi::Result<ffi::AnyBuffer> q_out, std::string_view set) {
+  auto kernels = kernels_for(set);
+  if (!kernels) return kernels.error();
+  Write w{};
+  if (auto error = read_pages(*k_out, *v_out, *k_scales_out, *v_scales_out, &w.pages); error.failure()) return error;
+  JPAGED_CHECK(k_pages.untyped_data() == w.pages.k && v_pages.untyped_data() == w.pages.v);
+  JPAGED_CHECK(optional_data<float>(k_scales) == w.pages.k_scales && optional_data<float>(v_scales) == w.pages.v_scales);
+  auto shape = k.dimensions();
+  JPAGED_CHECK(shape.size() == 3 && shape[1] == w.pages.heads && shape[2] == w.pages.head_dim);
+  JPAGED_CHECK(k.element_type() == v.element_type() && k.element_count() == v.element_count());
+  JPAGED_CHECK(read_type(k.element_type(), &w.type) && is_float(w.type));
+  w.rows = shape[0];
+  JPAGED_CHECK(int64_t(slots.element_count()) == w.rows);
+  w.k = k.untyped_data();
+  w.v = v.untyped_data();
+  w.slots = slots.typed_data();
+  JPAGED_CHECK(q.element_type() == k.element_type() && q_out->element_type() == k.element_type());
+  JPAGED_CHECK(q.element_count() == q_out->element_count());
+  if (q.element_count()) {
+    auto queries = q.dimensions();
+    JPAGED_CHECK(queries.size() == 3 && queries[0] == w.rows && queries[2] == shape[2] && shape[2] % 2 == 0);
+    JPAGED_CHECK(int64_t(cos.element_count()) == w.rows * (shape[2] / 2) && cos.element_count() == sin.element_count());
+    w.q_heads = queries[1];
+    w.q = q.untyped_data();
+    w.cos = cos.typed_data();
+    w.sin = sin.typed_data();
+    w.q_out = q_out->untyped_data();
+  }
+  (*kernels)->write(w, borrow(threads));
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------- products
+
+ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm,
+                    ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> live,
+                    ffi::Result<ffi::AnyBuffer> y, float eps, bool gated, std::string_view set) {
+  auto kernels = kernels_for(set);
+  if (!kernels) return kernels.error();
+  Linear a{};
+  JPAGED_CHECK(x.dimensions().size() == 2 && y->dimensions().size() == 2 && weight.dimensions().size() == 4);
+  a.rows = x.dimensions()[0];
+  a.k = x.dimensions()[1];
+  a.n = y->dimensions()[1];
+  JPAGED_CHECK(y->dimensions()[0] == a.rows);
+  JPAGED_CHECK(read_type(x.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
+  JPAGED_CHECK(read_type(y->element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
+  JPAGED_CHECK(weight.element_type() == x.element_type());
+  auto packed = weight.dimensions();
+  const int64_t per_step = a.type == Type::f32 ? 1 : 2;
+  const int64_t panels = (a.n + kPanel - 1) / kPanel * (gated ? 2 : 1);
+  JPAGED_CHECK(packed[0] == panels && packed[1] == (a.k + per_step - 1) / per_step);
+  JPAGED_CHECK(packed[2] == kPanel && packed[3] == per_step);
+  for (const ffi::AnyBuffer* each : {&norm, &bias}) JPAGED_CHECK(each->element_type() == x.element_type());
+  JPAGED_CHECK(residual.element_type() == y->element_type());
+  JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == a.k);
+  JPAGED_CHECK(bias.element_count() == 0 || int64_t(bias.element_count()) == a.n * (gated ? 2 : 1));
+  JPAGED_CHECK(residual.element_count() == 0 || int64_t(residual.element_count()) == a.rows * a.n);
+  a.x = x.untyped_data();
+  a.weight = weight.untyped_data();
+  a.norm = optional_data(norm);
+  a.eps = eps;
+  a.bias = optional_data(bias);
+  a.residual = optional_data(residual);
+  a.gated = gated;
+  JPAGED_CHECK(live.element_count() <= 1);
+  a.live = a.rows;
+  if (live.element_count()) a.live = std::min<int64_t>(a.rows, std::max<int64_t>(0, *live.typed_data()));
+  a.y = y->untyped_data();
+  (*kernels)->linear(a, borrow(threads));
+  return ffi::Error::Success();
+}
+
+ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi::S32> ids,
+                ffi::Result<ffi::AnyBuffer> out, int64_t rows, std::string_view set) {
+  auto kernels = kernels_for(set);
+  if (!kernels) return kernels.error();
+  TakeRows a{};
+  auto packed = weight.dimensions();
+  JPAGED_CHECK(packed.size() == 4 && out->dimensions().size() == 2 && out->element_type() == weight.element_type());
+  JPAGED_CHECK(read_type(weight.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
+  const int64_t per_step = a.type == Type::f32 ? 1 : 2;
+  a.rows = out->dimensions()[0];
+  a.k = out->dimensions()[1];
+  a.n = rows;
+  JPAGED_CHECK(packed[0] == (a.n + kPanel - 1) / kPanel && packed[1] == (a.k + per_step - 1) / per_step && a.n > 0);
+  JPAGED_CHECK(packed[2] == kPanel && packed[3] == per_step && int64_t(ids.element_count()) == a.rows);
+  a.weight = weight.untyped_data();
+  a.ids = ids.typed_data();
+  a.out = out->untyped_data();
+  (*kernels)->take_rows(a, borrow(threads));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jpaged
+
+#pragma GCC visibility push(default)  // what follows is all that the library shows
+
+using jpaged::attend;
+using jpaged::multiply;
+using jpaged::take;
+using jpaged::write_kv;
+
+using Any = ffi::AnyBuffer;
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_attention, attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()     // q
+                                  .Arg<Any>()     // k_pages
+                                  .Arg<Any>()     // v_pages
+                                  .Arg<Any>()     // k_scales
+                                  .Arg<Any>()     // v_scales
+                                  .Arg<Ints>()    // tables
+                                  .Arg<Ints>()    // lengths
+                                  .Arg<Ints>()    // starts
+                                  .Arg<Floats>()  // sinks
+                                  .Ret<Any>()     // out
+                                  .Ret<Floats>()  // lse
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<std::string_view>("set"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_write_kv, write_kv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()     // k_pages
+                                  .Arg<Any>()     // v_pages
+                                  .Arg<Any>()     // k_scales
+                                  .Arg<Any>()     // v_scales
+                                  .Arg<Any>()     // q
+                                  .Arg<Any>()     // k
+                                  .Arg<Any>()     // v
+                                  .Arg<Ints>()    // slots
+                                  .Arg<Floats>()  // cos
+                                  .Arg<Floats>()  // sin
+                                  .Ret<Any>()     // the pages, in place
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()  // q, rotated
+                                  .Attr<std::string_view>("set"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_linear, multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()   // x
+                                  .Arg<Any>()   // weight
+                                  .Arg<Any>()   // norm
+                                  .Arg<Any>()   // bias
+                                  .Arg<Any>()   // residual
+                                  .Arg<Ints>()  // live
+                                  .Ret<Any>()   // y
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("gated")
+                                  .Attr<std::string_view>("set"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_take_rows, take,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()   // weight
+                                  .Arg<Ints>()  // ids
+                                  .Ret<Any>()   // out
+                                  .Attr<int64_t>("rows")
+                                  .Attr<std::string_view>("set"));
+
+// The name of an instruction set: the i-th that this processor has, best first; nullptr past the last.
+extern "C" const char* jpaged_cpu_set(int i) {
+  for (const char* name : {"avx512bf16", "avx512", "avx2", "plain"}) {
+    if (jpaged::find_kernels(name) && i-- == 0) return name;
+  }
+  return nullptr;
+}
+
+#pragma GCC visibility pop

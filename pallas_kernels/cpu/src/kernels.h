@@ -1,0 +1,93 @@
+// What the kernels of every instruction set offer, and their arguments. Plain data: no XLA in here.
+#pragma once
+
+#include <cstdint>
+
+#include "parallel.h"
+
+namespace jpaged {
+
+enum class Type { f32, bf16, f16, i8, fp8 };
+
+// Columns of a packed weight's panel. A weight [N, K] is stored as [ceil(N / 32), ceil(K / v), 32, v] where v values fill
+// four bytes (1 float, 2 bfloat16, 4 int8), rows and columns beyond N and K being zeros: a panel is one stream of
+// memory, and one step of a product takes 128 bytes of it and four bytes of each row of x.
+constexpr int64_t kPanel = 32;
+
+// y [rows, n] = norm(x) [rows, k] times weight [n, k] transposed, + bias, + residual.
+struct Linear {
+  int64_t rows, n, k;
+  int64_t live;          // rows from here on are padding: y is 0 there
+  Type type;             // of x, weight, norm, bias, residual
+  Type y_type;           // that or f32
+  const void* x;         // [rows, k]
+  const void* weight;    // packed
+  const void* norm;      // [k], or null: x is first scaled to unit root mean square, times this
+  float eps;             // of the norm
+  const void* bias;      // [n] ([2 n]: gates, then ups, if gated), or null
+  const void* residual;  // [rows, n] in y's type, or null
+  bool gated;            // weight has 2 n rows, panel by panel a gate and what it multiplies: y = silu(gate) * up
+  void* y;
+};
+
+// out [rows, k] = rows `ids` of a packed weight [n, k]; ids outside are clipped.
+struct TakeRows {
+  int64_t rows, n, k;
+  Type type;
+  const void* weight;
+  const int32_t* ids;  // [rows]
+  void* out;
+};
+
+// The pages of one layer. [N, Hkv, B, D] each; scales f32 [N, Hkv, B] where the type is i8 or fp8, else null.
+struct Pages {
+  int64_t blocks, heads, block_size, head_dim;
+  Type type;
+  void* k;
+  void* v;
+  float* k_scales;
+  float* v_scales;
+};
+
+struct Attention {
+  Pages pages;
+  Type q_type;
+  int64_t rows, heads;         // T, Hq
+  const void* q;               // [T, Hq, D]
+  int64_t sequences, columns;  // R, M
+  const int32_t* tables;       // [R, M]
+  const int32_t* lengths;      // [R]
+  const int32_t* starts;       // [R + 1], or null: one row a sequence
+  const float* sinks;          // [Hq], or null
+  float scale;
+  int64_t window;  // 0: none
+  float soft_cap;  // 0: none
+  void* out;       // [T, Hq, D] of q_type
+  float* lse;      // [T, Hq], or null
+};
+
+// Stores rows of k and v [T, Hkv, D] at slots [T]; a slot outside the pool is dropped. With cos and sin [T, D / 2], q and k
+// are rotated first: dimension i turns with i + D / 2. Rows that go to block 0 are padding: their q is 0.
+struct Write {
+  Pages pages;
+  Type type;  // of q, k, v and q_out
+  int64_t rows;
+  const void* k;
+  const void* v;
+  const int32_t* slots;
+  int64_t q_heads;   // 0: no q
+  const void* q;     // [T, Hq, D]
+  const float* cos;  // or null
+  const float* sin;
+  void* q_out;  // [T, Hq, D]
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const Linear&, const Pool&);
+  void (*take_rows)(const TakeRows&, const Pool&);
+  void (*attention)(const Attention&, const Pool&);
+  void (*write)(const Write&, const Pool&);
+};
+
+}  // namespace jpaged

@@ -1,0 +1,241 @@
+// Products with packed weights. Every sum runs over k in order in one accumulator, whatever else is in the batch: a
+// row's result does not depend on its neighbours.
+
+constexpr int NV = 2;                   // vectors of columns of a tile
+constexpr int COLUMNS = NV * W;         // of a tile
+constexpr int MOST_ROWS = W == 16 ? 14 : 6;  // of a tile: MOST_ROWS * NV accumulators, the vectors of weights, one of x
+constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
+
+// One step's product: four bytes of x, spread over all lanes, with NV vectors of weights.
+struct StepF32 {
+  static void load(const char* w, vf (&b)[NV]) {
+    for (int j = 0; j < NV; ++j) b[j] = load_as<vf>(w + 4 * W * j);
+  }
+  static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
+    const vf a = splat(load_as<float>(x));
+    for (int j = 0; j < NV; ++j) acc[j] += a * b[j];
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct StepBF16 {
+  static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
+  static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
+    const __m512i a = _mm512_set1_epi32(load_as<int32_t>(x));
+    for (int j = 0; j < NV; ++j) acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)a, (__m512bh)b[j]);
+  }
+};
+#else
+struct StepBF16 {
+  static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
+  static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
+    const int32_t pair = load_as<int32_t>(x);
+    const vf even = splat(BF16::get(uint16_t(pair))), odd = splat(BF16::get(uint16_t(pair >> 16)));
+    for (int j = 0; j < NV; ++j) {
+      acc[j] += even * (vf)((vi)b[j] << 16);
+      acc[j] += odd * (vf)((vi)b[j] & int32_t(0xffff0000));
+    }
+  }
+};
+#endif
+
+// acc [M][NV] += M rows of x (stride bytes apart) times one tile of a panel, over `steps`. Meanwhile fetches memory at
+// `ahead`, `ahead_step` bytes a step.
+template <class Step, int M>
+inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w, vf (&acc)[M][NV],
+                          const char* ahead, int64_t ahead_step) {
+  const int64_t second = ahead_step > 64 ? 64 : 0;  // a step's share of what to fetch is one line or two
+  for (int64_t s = 0; s < steps; ++s) {
+    vf b[NV];
+    Step::load(w + s * STEP, b);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) Step::add(x + i * stride + 4 * s, b, acc[i]);
+    __builtin_prefetch(ahead + s * ahead_step, 0, 2);
+    __builtin_prefetch(ahead + s * ahead_step + second, 0, 2);
+  }
+}
+
+// out [rows][kPanel] = rows of x times one panel.
+template <class Step, int M>
+void multiply_rows(int64_t steps, const char* x, int64_t stride, const char* panel, float* out, const char* ahead,
+                   int64_t ahead_step) {
+  for (int64_t c = 0; c < kPanel; c += COLUMNS) {
+    vf acc[M][NV] = {};
+    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, ahead_step);
+    for (int i = 0; i < M; ++i) {
+      for (int j = 0; j < NV; ++j) store(out + i * kPanel + c + j * W, acc[i][j]);
+    }
+  }
+}
+
+using MultiplyRows = void (*)(int64_t, const char*, int64_t, const char*, float*, const char*, int64_t);
+
+template <class Step, int... M>
+MultiplyRows pick_rows(int rows, std::integer_sequence<int, M...>) {
+  static constexpr MultiplyRows table[] = {&multiply_rows<Step, M + 1>...};
+  return table[rows - 1];
+}
+
+template <class Step>
+MultiplyRows pick_rows(int rows) {
+  return pick_rows<Step>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+}
+
+// x scaled to unit root mean square times weight, as stored; n values. A scaled row is what the layer before would
+// have stored: it is rounded to S.
+template <class S>
+void normalize_row(typename S::T* out, const typename S::T* x, const typename S::T* weight, int64_t n, float eps) {
+  vf squares{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const vf v = S::load(x + i);
+    squares += v * v;
+  }
+  if (i < n) {
+    const vf v = load_part<S>(x + i, n - i);
+    squares += v * v;
+  }
+  const float factor = 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+  alignas(64) float scaled[W];
+  for (i = 0; i < n; i += W) {
+    const int64_t count = std::min<int64_t>(W, n - i);
+    const vf v = count == W ? S::load(x + i) : load_part<S>(x + i, count);
+    const vf w = count == W ? S::load(weight + i) : load_part<S>(weight + i, count);
+    store(scaled, v * factor * w);
+    store_as<S>(out + i, scaled, count);
+  }
+}
+
+template <class S>
+void add_bias(const Linear& a, float* sums, int64_t rows, int64_t column, int64_t n) {
+  const auto* bias = static_cast<const typename S::T*>(a.bias) + column;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t c = 0; c < n; ++c) sums[i * kPanel + c] += S::get(bias[c]);
+  }
+}
+
+// Bias, gate, residual, and the change of type, for some rows of one panel. sums, ups f32[rows][kPanel].
+template <class S, class Y>
+void finish_rows(const Linear& a, int64_t row, int64_t rows, int64_t column, float* sums, float* ups) {
+  const int64_t n = std::min(kPanel, a.n - column);
+  if (a.bias) {
+    add_bias<S>(a, sums, rows, column, n);
+    if (ups) add_bias<S>(a, ups, rows, a.n + column, n);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    float* line = sums + i * kPanel;
+    if (ups) {
+      for (int64_t c = 0; c < kPanel; c += W) {
+        store(line + c, silu(load_as<vf>(line + c)) * load_as<vf>(ups + i * kPanel + c));
+      }
+    }
+    const int64_t at = (row + i) * a.n + column;
+    auto* y = static_cast<typename Y::T*>(a.y) + at;
+    store_as<Y>(y, line, n);
+    if (a.residual) {  // added to what is stored, so that it makes no difference who adds it
+      alignas(64) float other[kPanel];
+      load_floats<Y>(line, y, n);
+      load_floats<Y>(other, static_cast<const typename Y::T*>(a.residual) + at, n);
+      for (int64_t c = 0; c < n; ++c) line[c] += other[c];
+      store_as<Y>(y, line, n);
+    }
+  }
+}
+
+template <class S, class Step, class Y>
+void linear_of(const Linear& a, const Pool& pool) {
+  using T = typename S::T;
+  constexpr int64_t per_step = 4 / sizeof(T);
+  const int64_t steps = (a.k + per_step - 1) / per_step;
+  const int64_t panels = (a.n + kPanel - 1) / kPanel;
+  auto* y = static_cast<typename Y::T*>(a.y);
+  std::fill(y + a.live * a.n, y + a.rows * a.n, typename Y::T(0));
+  if (a.live == 0) return;
+
+  // Rows of x as the tiles read them: normalised, and filled up to whole steps.
+  const char* x = static_cast<const char*>(a.x);
+  std::unique_ptr<T[]> rows;
+  if (a.norm || a.k % per_step) {
+    rows.reset(new T[a.live * steps * per_step]);
+    const int64_t chunk = 8;
+    pool.run((a.live + chunk - 1) / chunk, [&](int64_t i, int64_t) {
+      for (int64_t r = i * chunk; r < std::min(a.live, (i + 1) * chunk); ++r) {
+        T* to = rows.get() + r * steps * per_step;
+        const T* from = static_cast<const T*>(a.x) + r * a.k;
+        if (a.norm) {
+          normalize_row<S>(to, from, static_cast<const T*>(a.norm), a.k, a.eps);
+        } else {
+          std::memcpy(to, from, a.k * sizeof(T));
+        }
+        std::fill(to + a.k, to + steps * per_step, T(0));
+      }
+    });
+    x = reinterpret_cast<const char*>(rows.get());
+  }
+
+  // A task is some neighbouring panels for some rows: enough tasks to share out, each long enough to be worth taking.
+  const int64_t few = pool.threads * 4;
+  int64_t row_parts = std::max<int64_t>(1, std::min((few + panels - 1) / panels, a.live / (4 * MOST_ROWS)));
+  const int64_t part = (a.live + row_parts - 1) / row_parts;
+  row_parts = (a.live + part - 1) / part;
+  const int64_t group = std::max<int64_t>(1, panels / (pool.threads * 64));
+  const int64_t groups = (panels + group - 1) / group;
+  const int64_t halves = a.gated ? 2 : 1;
+  const int64_t panel_bytes = steps * STEP, stride = steps * 4;
+  const char* weight = static_cast<const char*>(a.weight);
+
+  pool.run(groups * row_parts, [&](int64_t task, int64_t next) {
+    alignas(64) float sums[2][MOST_ROWS * kPanel];
+    const int64_t first = task % groups * group, last = std::min(panels, first + group);
+    const int64_t row_begin = task / groups * part, row_end = std::min(a.live, row_begin + part);
+    const int64_t tiles = (row_end - row_begin + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t p = first; p < last; ++p) {
+      const char* panel = weight + p * halves * panel_bytes;
+      // What this thread reads after this panel, fetched by all the tiles of this one in turn.
+      const int64_t after = p + 1 < last ? p + 1 : next < 0 ? p : next % groups * group;
+      const char* ahead = weight + after * halves * panel_bytes;
+      int64_t row = row_begin;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t count = (row_end - row + tiles - t - 1) / (tiles - t);
+        const MultiplyRows multiply = pick_rows<Step>(int(count));
+        for (int64_t h = 0; h < halves; ++h) {
+          multiply(steps, x + row * stride, stride, panel + h * panel_bytes, sums[h],
+                   ahead + h * panel_bytes + t * panel_bytes / tiles, STEP / tiles);
+        }
+        finish_rows<S, Y>(a, row, count, p * kPanel, sums[0], a.gated ? sums[1] : nullptr);
+        row += count;
+      }
+    }
+  });
+}
+
+void linear(const Linear& a, const Pool& pool) {
+  if (a.type == Type::f32) {
+    linear_of<F32, StepF32, F32>(a, pool);
+  } else if (a.y_type == Type::f32) {
+    linear_of<BF16, StepBF16, F32>(a, pool);
+  } else {
+    linear_of<BF16, StepBF16, BF16>(a, pool);
+  }
+}
+
+template <class T>
+void take_rows_of(const TakeRows& a, const Pool& pool) {
+  constexpr int64_t per_step = 4 / sizeof(T);
+  const int64_t steps = (a.k + per_step - 1) / per_step, chunk = 16;
+  pool.run((a.rows + chunk - 1) / chunk, [&](int64_t i, int64_t) {
+    for (int64_t r = i * chunk; r < std::min(a.rows, (i + 1) * chunk); ++r) {
+      const int64_t id = std::min<int64_t>(std::max<int64_t>(a.ids[r], 0), a.n - 1);
+      const char* from = static_cast<const char*>(a.weight) + id / kPanel * steps * STEP + id % kPanel * 4;
+      char* to = static_cast<char*>(a.out) + r * a.k * sizeof(T);
+      for (int64_t s = 0; s < steps; ++s) {
+        const int64_t bytes = std::min<int64_t>(4, (a.k - s * per_step) * sizeof(T));
+        std::memcpy(to + 4 * s, from + s * STEP, bytes);
+      }
+    }
+  });
+}
+
+void take_rows(const TakeRows& a, const Pool& pool) {
+  a.type == Type::f32 ? take_rows_of<float>(a, pool) : take_rows_of<uint16_t>(a, pool);
+}

@@ -1,0 +1,72 @@
+"""Builds the native CPU kernels where a C++ compiler is at hand; everything else about the package is in pyproject.toml.
+
+Each instruction set is a compilation of its own of `isa.cc`; which one runs is decided on the machine that runs it, so
+that a wheel works on every processor of its architecture. Without a compiler, or without the headers in the jaxlib
+wheel, the package is installed without the kernels and says so where it is used (`jpaged version`).
+"""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("pallas_kernels/cpu/src")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w"]
+
+
+class BuildKernels(build_ext):
+    """One object file an instruction set, all in one library without a Python interface."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        import jaxlib
+
+        include = Path(jaxlib.__file__).parent / "include"
+        x86 = platform.machine() in ("x86_64", "AMD64")
+        # From the smallest set to the largest: of an inline function that several hold the linker keeps the first, which
+        # then runs everywhere.
+        jobs = [("ffi", "ffi.cc", ["-DJPAGED_HAVE_X86_SETS"] if x86 else [])]
+        sets = {"plain": [], **(X86_SETS if x86 else {})}
+        jobs += [(name, "isa.cc", [*flags, f"-DJPAGED_ISA={name}"]) for name, flags in sets.items()]
+
+        def compile_one(job: tuple[str, str, list[str]]) -> str:
+            name, file, flags = job
+            return self.compiler.compile(
+                [str(SOURCE / file)],
+                output_dir=str(Path(self.build_temp) / name),
+                include_dirs=[str(include)],
+                extra_postargs=[*FLAGS, *flags],
+            )[0]
+
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_one, jobs))
+        target = self.get_ext_fullpath(ext.name)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        strip = ["-Wl,-s"] if platform.system() == "Linux" else []
+        self.compiler.link_shared_object(objects, target, extra_postargs=strip, target_lang="c++")
+
+
+class TagWheel(bdist_wheel):
+    """The library has no Python interface: one wheel serves every Python 3 of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+# optional: an installation goes on without the kernels if they cannot be built.
+kernels = Extension("pallas_kernels.cpu._native", [str(SOURCE / "ffi.cc")], language="c++", optional=True)
+kernels.depends = [str(path) for path in sorted(SOURCE.iterdir())]
+setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels, "bdist_wheel": TagWheel})
