@@ -92,7 +92,7 @@ def test_every_option_goes_somewhere():
     assert set(cli.ENGINE) <= set(inspect.signature(LLM).parameters)
     for name in (*cli.SAMPLING, *cli.ENGINE):
         flag = "--" + name.replace("_", "-")
-        value = [] if name == "ignore_eos" else ["float32" if name == "dtype" else "1"]
+        value = [] if name == "ignore_eos" else ["float32" if name.endswith("dtype") else "1"]
         assert name in vars(cli.make_parser().parse_args(["generate", "m", flag, *value]))
 
 
