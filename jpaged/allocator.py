@@ -150,56 +150,48 @@ def release(pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size
     return pool, BlockTables(blocks, jnp.where(live, 0, tables.length))
 
 
-def share(
-    pool: BlockPool,
-    tables: BlockTables,
-    mask: jax.Array,
-    blocks: jax.Array,
-    length: jax.Array,
-    *,
-    block_size: int,
-) -> tuple[BlockPool, BlockTables, jax.Array]:
-    """Attach blocks that already have an owner to the empty rows in `mask` bool[S]: prefix hits.
+def open_rows(
+    tables: BlockTables, rows: jax.Array, columns: jax.Array, *, block_size: int
+) -> tuple[BlockTables, jax.Array]:
+    """Make room for `share`: empty rows get the length of the full blocks that it will attach to them.
 
-    Row s gets the first blocks_needed(length[s]) entries of `blocks` i32[S, M] and `length` i32[S] tokens;
-    rows outside `mask` and entries past the needed ones are not looked at. Returns (pool, tables, ok bool[]).
-
-    ok is False and nothing changes where a row is not empty, a length is outside 0..M * block_size, a block
-    is outside 1..N-1 or free, or a block comes twice in one row.
+    `rows` and `columns` i32[K] name table entries, every column from 0 on for each row; row S is padding. The
+    entries stay 0 until `share` fills them; what comes between (`grow`) goes to the columns behind them. Returns
+    (tables, ok bool[]); ok is False and nothing changes where a row is not empty or a place is outside the tables.
     """
-    _, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask, length=length)
-    if blocks.shape != tables.blocks.shape or blocks.dtype != jnp.int32:
-        raise ValueError(f"blocks must be int32{list(tables.blocks.shape)}, got {blocks.dtype}{list(blocks.shape)}")
-    column = jnp.arange(max_blocks, dtype=jnp.int32)
-    wanted = blocks_needed(length, block_size)
+    num_rows = tables.length.shape[0]
+    used, ok = _check_places(tables, rows, columns)
+    ok = ok & ~jnp.any(used & (tables.length.at[rows].get(mode="fill", fill_value=0) > 0))
+    target = jnp.where(used & ok, rows, num_rows)
+    length = tables.length.at[target].max((columns + 1) * block_size, mode="drop")
+    return tables._replace(length=length), ok
 
-    def gather(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids = blocks.at[rows].get(mode="fill", fill_value=0)
-        return ids, column < wanted.at[rows].get(mode="fill", fill_value=0)[:, None]
 
-    def judge(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """One row: its blocks have owners, and each keeps the place that it writes into `seen` i32[N]."""
-        ok, seen = state
-        ids, live = gather(rows)
-        known = jnp.where(live & (ids >= 1) & (ids < num_blocks), ids, num_blocks)
-        owners = pool.refcount.at[known].get(mode="fill", fill_value=0)
-        seen = seen.at[known].set(column, mode="drop")
-        alone = seen.at[known].get(mode="fill", fill_value=0) == column
-        return ok & jnp.all(~live | ((owners > 0) & alone)), seen
+def share(
+    pool: BlockPool, tables: BlockTables, rows: jax.Array, columns: jax.Array, ids: jax.Array, *, block_size: int
+) -> tuple[BlockPool, BlockTables, jax.Array]:
+    """Attach blocks that already have an owner to entries that `open_rows` left open: prefix hits.
 
-    fits = (tables.length == 0) & (length >= 0) & (wanted <= max_blocks)
-    ok = jnp.all(~mask | fits)
-    ok, _ = over_tiles(mask & ok, 1, judge, (ok, jnp.zeros(num_blocks, jnp.int32)))
+    Block `ids[k]` becomes entry (`rows[k]`, `columns[k]`), i32[K] each; row S is padding. Done after `grow`, so that
+    a row can share what another row was given in the same step. Returns (pool, tables, ok bool[]).
 
-    def attach(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        refcount, table = state
-        ids, live = gather(rows)
-        refcount = refcount.at[jnp.where(live, ids, num_blocks)].add(1, mode="drop")
-        return refcount, table.at[rows].set(jnp.where(live, ids, 0), mode="drop")
+    ok is False and nothing changes where an entry is not open, a block is outside 1..N-1 or free, or an entry, or a
+    block of one row, comes twice. (K * K comparisons: long lists are handed over in tiles.)
+    """
+    num_rows, _, num_blocks = _check(pool, tables, block_size)
+    used, ok = _check_places(tables, rows, columns)
+    owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
+    vacant = tables.blocks.at[rows, columns].get(mode="fill", fill_value=0) == 0
+    known = jnp.where(used & (ids >= 1) & (ids < num_blocks), ids, num_blocks)
+    owners = pool.refcount.at[known].get(mode="fill", fill_value=0)
+    same = (rows[:, None] == rows[None, :]) & ((ids[:, None] == ids[None, :]) | (columns[:, None] == columns[None, :]))
+    twice = jnp.any(jnp.tril(same, -1), axis=1)
+    ok = ok & jnp.all(~used | ((columns < owned) & vacant & (owners > 0) & ~twice))
 
-    refcount, table = over_tiles(mask & ok, _TILE, attach, (pool.refcount, tables.blocks))
-    tables = BlockTables(table, jnp.where(mask & ok, length, tables.length))
-    return pool._replace(refcount=refcount), tables, ok
+    used = used & ok
+    refcount = pool.refcount.at[jnp.where(used, ids, num_blocks)].add(1, mode="drop")
+    blocks = tables.blocks.at[jnp.where(used, rows, num_rows), columns].set(ids, mode="drop")
+    return pool._replace(refcount=refcount), tables._replace(blocks=blocks), ok
 
 
 def fork(
@@ -329,6 +321,14 @@ def _free_unowned(pool: BlockPool, ids: jax.Array) -> BlockPool:
     place = jnp.where(winner, pool.num_free + count - 1, num_blocks)
     free = pool.free.at[place].set(ids, mode="drop")
     return BlockPool(free, pool.num_free + count[-1], refcount)
+
+
+def _check_places(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Table entries of a host request: (which are no padding bool[K], all inside the tables bool[])."""
+    num_rows, max_blocks = tables.blocks.shape
+    used = rows != num_rows
+    inside = (rows >= 0) & (rows < num_rows) & (columns >= 0) & (columns < max_blocks)
+    return used, jnp.all(~used | inside)
 
 
 def _check_ids(pool: BlockPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,7 @@ class EngineConfig:
     watermark               share of the pool that admission leaves free for running sequences to grow into
     async_scheduling        plan a step while the previous one runs
     kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
+    enable_prefix_caching   keep the full blocks of what was computed for later prompts that begin alike
     """
 
     num_blocks: int
@@ -35,6 +36,7 @@ class EngineConfig:
     decode_steps: int = 8
     watermark: float = 0.01
     async_scheduling: bool = True
+    enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
@@ -70,6 +72,26 @@ class EngineConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_orders(self) -> int:
+        """Orders about named blocks that one plan holds (see named_blocks.py): the scheduler keeps within them.
+
+        Room for the blocks of two sequences of the greatest length and some, besides what a step may need: a drop for
+        each block that decoding sequences grow by, and a name for each block that prompts fill.
+        """
+        grown = self.max_num_seqs * -(-self.decode_steps // self.block_size)
+        return 2 * self.max_blocks_per_seq + 4 * self.max_num_seqs + grown + self.max_filled_blocks
+
+    @property
+    def max_filled_blocks(self) -> int:
+        """Blocks that the prompt tokens of one step can fill: each of its chunks may complete one more."""
+        return -(-self.max_num_batched_tokens // self.block_size) + self.max_num_seqs
+
+    @property
+    def num_names(self) -> int:
+        """Names for blocks; more than blocks, because a name that goes is not given again in the same plan."""
+        return self.num_blocks + self.max_orders
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

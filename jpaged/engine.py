@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jpaged_models import LoadedModel
 
 from jpaged.audit import AllocatorError
 from jpaged.config import EngineConfig
+from jpaged.prefix_index import block_keys, root_key
 from jpaged.request import Request
 from jpaged.runner import Dispatched, Runner
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.stats import EngineStats, StatsCollector, StepTiming
+from jpaged.stats import EngineStats, PrefixCacheStats, StatsCollector, StepTiming
+
+
+@dataclass(frozen=True)
+class PinnedPrefix:
+    """The beginning of a prompt whose cached blocks are kept: its first `num_tokens` tokens."""
+
+    pin: int
+    num_tokens: int
 
 
 class Engine:
@@ -39,6 +49,7 @@ class Engine:
         self.config = config
         self.model = loaded.config
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
+        self.model_key = root_key(loaded.config, config.kv_cache_dtype)
         self.scheduler = Scheduler(config)
         self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
@@ -57,8 +68,13 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         prompt: str | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
-        """Queue a prompt. Raises ValueError, before any device work, for one that cannot be served."""
+        """Queue a prompt. Raises ValueError, before any device work, for one that cannot be served.
+
+        cache_salt: only requests of the same salt share cached blocks, so that tenants cannot learn of each other's
+        prompts from how fast an answer comes.
+        """
         params = params or SamplingParams()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not finished")
@@ -73,6 +89,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             prompt=prompt,
             arrival_time=self.clock(),
+            root_key=self._root_key(cache_salt),
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -102,6 +119,29 @@ class Engine:
             self.scheduler.abort(request)
             request.finished_time = self.clock()
 
+    def pin_prefix(self, token_ids: Sequence[int], *, cache_salt: str | None = None) -> PinnedPrefix:
+        """Keep what is cached of a prompt's beginning from being evicted, until `unpin_prefix`.
+
+        Only full blocks that were computed before can be kept: `num_tokens` of the result says how many tokens are.
+        Raises ValueError where the blocks left over could no longer hold one sequence of max_model_len.
+        """
+        size = self.config.block_size
+        ids = self._check_prompt(token_ids, SamplingParams())
+        pin, count = self.scheduler.pin_prefix(block_keys(self._root_key(cache_salt), ids, size))
+        return PinnedPrefix(pin, count * size)
+
+    def unpin_prefix(self, pinned: PinnedPrefix) -> None:
+        """Let the blocks of a pin be evicted again; one undone before, or by a reset, is left alone."""
+        self.scheduler.index.unpin(pinned.pin)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block, pins included; their memory is freed by the steps that follow (where nothing
+        runs, at once). Returns False if running sequences still use some, which are freed with them."""
+        complete = self.scheduler.reset_prefix_cache()
+        while self.has_unfinished() and not self.requests:
+            self.step()
+        return complete
+
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do, the release of blocks included."""
         return self.pending is not None or self.scheduler.has_unfinished()
@@ -116,8 +156,8 @@ class Engine:
         scheduled = clock()
         for request in schedule.admit:
             if request.first_scheduled_time is None:
-                request.first_scheduled_time, request.num_cached_tokens = scheduled, 0
-        dispatched = self.runner.dispatch(schedule) if schedule.has_rows or schedule.release else None
+                request.first_scheduled_time = scheduled
+        dispatched = self.runner.dispatch(schedule) if schedule.has_work else None
         sent = clock()
         if self.config.async_scheduling:
             dispatched, self.pending = self.pending, dispatched
@@ -137,12 +177,21 @@ class Engine:
         return touched
 
     def audit(self) -> None:
-        """Check the allocator's invariants; with no step under way also that host and device count alike."""
+        """Check the allocator's invariants, and that the device has what the host counts.
+
+        While sequences run the host's count of free blocks is a lower bound; when none does it is exact.
+        """
         self.runner.audit()
-        if self.pending is None:
-            free, counted = self.runner.count_blocks()[0].free, self.scheduler.free_blocks
-            if free != counted:
-                raise AllocatorError(f"the device has {free} free blocks, the scheduler counts {counted}")
+        if self.pending is not None:
+            return
+        scheduler, blocks = self.scheduler, self.runner.count_blocks()
+        if blocks.free != scheduler.free_blocks if not scheduler.running else blocks.free < scheduler.free_blocks:
+            raise AllocatorError(
+                f"the device has {blocks.free} free blocks, the scheduler counts {scheduler.free_blocks}"
+            )
+        names = self.runner.names_in_use()
+        if names != scheduler.index.num_named - len(scheduler.to_name):
+            raise AllocatorError(f"{names} blocks have a name on the device, {scheduler.index.num_named} on the host")
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
         """Compile every program an engine of this configuration can need. Calls on_program(name) when one is ready."""
@@ -150,10 +199,19 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; waits for the step under way."""
-        blocks, tokens = self.runner.count_blocks()
         scheduler = self.scheduler
+        prefix = PrefixCacheStats(
+            queried_tokens=scheduler.prefix_queries,
+            hit_tokens=scheduler.prefix_hits,
+            evictions=scheduler.index.evictions,
+            pinned_blocks=scheduler.index.num_pinned,
+        )
         return self.collector.snapshot(
-            blocks, tokens, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
+            self.runner.count_blocks(),
+            prefix,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.num_preemptions,
         )
 
     def _read(self, dispatched: Dispatched, timing: StepTiming) -> list[Request]:
@@ -173,9 +231,14 @@ class Engine:
         if schedule.has_rows:
             prompt = sum(chunk.length for chunk in schedule.prefill)
             generated = int((result.tokens >= 0).sum())
-            self.collector.record_step(result.iterations, result.num_free, result.num_tokens, prompt, generated)
+            self.collector.record_step(result.iterations, result.counts, prompt, generated)
         timing.wait, timing.update = arrived - start, self.clock() - arrived
         return touched
+
+    def _root_key(self, cache_salt: str | None) -> bytes:
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(f"cache_salt must be None or a text that is not empty, got {cache_salt!r}")
+        return self.model_key if cache_salt is None else root_key(self.model_key, cache_salt)
 
     def _draw_seed(self) -> int:
         return int(self.seeds.integers(0, 2**63))

@@ -14,14 +14,15 @@ from tqdm import tqdm
 
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
+from jpaged.engine import Engine, PinnedPrefix
 from jpaged.memory import pick_kv_dtype, pick_num_blocks
 from jpaged.outputs import RequestOutput, make_completion, make_output, make_refusal
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt" too.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -50,6 +51,7 @@ class LLM:
     decode_steps            most decode iterations in one dispatch
     watermark               share of the pool that admission leaves free
     async_scheduling        plan a step while the previous one runs
+    enable_prefix_caching   keep computed blocks for later prompts that begin with the same tokens
     warm_up                 compile every program now rather than when it is first needed
     compilation_cache_dir   where compiled programs are kept; by default the user's cache folder
     progress                show a bar while warming up
@@ -75,6 +77,7 @@ class LLM:
         decode_steps: int = 8,
         watermark: float = 0.01,
         async_scheduling: bool = True,
+        enable_prefix_caching: bool = True,
         attention_backend: str = "auto",
         warm_up: bool = True,
         compilation_cache_dir: str | Path | None = None,
@@ -108,6 +111,7 @@ class LLM:
             decode_steps=decode_steps,
             watermark=watermark,
             async_scheduling=async_scheduling,
+            enable_prefix_caching=enable_prefix_caching,
             attention_backend=attention_backend,
             kv_cache_dtype=kv_cache_dtype,
         )
@@ -179,6 +183,24 @@ class LLM:
         """What the engine did so far and how full its memory is."""
         return self.engine.stats()
 
+    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+        """Compute the full blocks of a prompt, unless they are cached, and keep them until `unpin_prefix`.
+
+        For a text that many prompts will begin with. `num_tokens` of the result says how many tokens are kept. Raises
+        ValueError for a bad prompt, and where the blocks left over could no longer hold a sequence of max_model_len.
+        """
+        ids, _ = self._tokenize(prompt, None)
+        self.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        return self.engine.pin_prefix(ids, cache_salt=_salt_of(prompt))
+
+    def unpin_prefix(self, pinned: PinnedPrefix) -> None:
+        """Let the blocks of a pinned prefix be evicted again."""
+        self.engine.unpin_prefix(pinned)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block and every pin. Returns False if running sequences still use some."""
+        return self.engine.reset_prefix_cache()
+
     def warm_up(self, progress: bool = False) -> None:
         """Compile every program; after this, no request compiles anything."""
         total = len(self.config.decode_buckets) + len(self.config.token_buckets)
@@ -205,7 +227,7 @@ class LLM:
             for index, (request_id, (item, text), each) in enumerate(zip(order, items, params, strict=True)):
                 try:
                     ids, text = self._tokenize(item, text)
-                    self.engine.add_request(request_id, ids, each, prompt=text)
+                    self.engine.add_request(request_id, ids, each, prompt=text, cache_salt=_salt_of(item))
                 except ValueError as error:
                     if on_error == "raise":
                         raise ValueError(f"prompt {index}: {error}") from error
@@ -260,6 +282,10 @@ class LLM:
         shown = ids[:-1] if request.finish_reason == "stop" else ids  # the token that ended it is no text
         text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
         return make_output(request, [make_completion(request, text)])
+
+
+def _salt_of(item: Prompt) -> str | None:
+    return item.get("cache_salt") if isinstance(item, Mapping) else None
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -3,10 +3,13 @@
 One array is one transfer. Floats and unsigned seeds travel as their bits.
 
     header  [5]          num_rows, num_decode, num_sampled, num_steps, stop_early
+    ends    [5]          where each section of the orders ends
+    orders  [3, C]       slot, column and name of blocks to name, drop and share; forks; see named_blocks.py
     release [S]          1: give the slot's blocks back first
     admit   [S, 8 + E]   flag, temperature, top_k, top_p, min_p, seed (2), left, stop ids (-1: none)
     slots   [R]          slot of each row; S (one past the last) for padding
-    lengths [R]          query tokens of each row           } mixed steps only
+    lengths [R]          query tokens of each row; 0: a     } mixed steps only
+                         fork, sampled like the row before  }
     tokens  [T]          prompt tokens of the packed rows   }
 
 Rows are ordered: decode rows, prefill rows whose next token is sampled, the others.
@@ -21,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.named_blocks import SECTIONS, Commands
 from jpaged.request import Request
 from jpaged.sampling import seed_words
 from jpaged.scheduler import Schedule
@@ -31,17 +35,19 @@ SAMPLING = 8  # words of an admission before its stop ids
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """Sizes that fix a plan's length: S slots, E stop ids, R rows, T tokens (0 in a decode plan)."""
+    """Sizes that fix a plan's length: S slots, E stop ids, C orders, R rows, T tokens (0 in a decode plan)."""
 
     num_slots: int
     num_stop_ids: int
+    num_orders: int
     rows: int
     tokens: int = 0
 
     @property
     def size(self) -> int:
         lengths = self.rows if self.tokens else 0
-        return HEADER + self.num_slots * (1 + SAMPLING + self.num_stop_ids) + self.rows + lengths + self.tokens
+        orders = len(SECTIONS) + 3 * self.num_orders
+        return HEADER + orders + self.num_slots * (1 + SAMPLING + self.num_stop_ids) + self.rows + lengths + self.tokens
 
 
 class Plan(NamedTuple):
@@ -52,6 +58,7 @@ class Plan(NamedTuple):
     num_sampled: jax.Array
     num_steps: jax.Array
     stop_early: jax.Array
+    commands: Commands
     release: jax.Array  # bool[S]
     admit: jax.Array  # i32[S, 8 + E]
     slots: jax.Array  # i32[R]
@@ -65,7 +72,13 @@ def pack_plan(schedule: Schedule, layout: PlanLayout) -> np.ndarray:
     decoded, rows = len(schedule.decode), len(schedule.decode) + len(schedule.prefill)
     sampled = decoded + sum(chunk.last for chunk in schedule.prefill)
     packed[:HEADER] = (rows, decoded, sampled, schedule.num_steps, schedule.stop_early)
-    at = HEADER
+    ends = np.cumsum([len(orders) for orders in schedule.orders])
+    packed[HEADER : HEADER + len(ends)] = ends
+    at = HEADER + len(ends)
+    if ends[-1]:
+        orders = packed[at : at + 3 * layout.num_orders].reshape(3, layout.num_orders)
+        orders[:, : ends[-1]] = np.array([order for orders in schedule.orders for order in orders], np.int32).T
+    at += 3 * layout.num_orders
     packed[at : at + layout.num_slots][schedule.release] = 1
     at += layout.num_slots
     width = SAMPLING + layout.num_stop_ids
@@ -109,19 +122,20 @@ def pack_admission(request: Request, num_stop_ids: int) -> np.ndarray:
 def unpack_plan(packed: jax.Array, layout: PlanLayout) -> Plan:
     """The fields of a packed plan, by static slices."""
     slots, width = layout.num_slots, SAMPLING + layout.num_stop_ids
-    sizes = [HEADER, slots, slots * width, layout.rows]
+    sizes = [HEADER, len(SECTIONS), 3 * layout.num_orders, slots, slots * width, layout.rows]
     if layout.tokens:
         sizes += [layout.rows, layout.tokens]
     parts = jnp.split(packed, np.cumsum(sizes)[:-1])
-    header, release, admit, rows = parts[:4]
+    header, ends, orders, release, admit, rows = parts[:6]
     return Plan(
         header[0],
         header[1],
         header[2],
         header[3],
         header[4] > 0,
+        Commands(orders.reshape(3, layout.num_orders), ends),
         release > 0,
         admit.reshape(slots, width),
         rows,
-        *(parts[4:] or (None, None)),
+        *(parts[6:] or (None, None)),
     )

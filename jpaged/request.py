@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jpaged.prefix_index import NamedBlock
 from jpaged.sampling_params import SamplingParams
 
 
@@ -39,6 +41,12 @@ class Request:
     readable_from: int = 0  # steps that must have been read before all its tokens are known (set by a preemption)
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
+    index: int = 0  # among the outputs of its prompt
+    siblings: list[Request] = field(default_factory=list)  # all outputs of a prompt with several, itself included
+    forks: list[Request] = field(default_factory=list)  # those that wait for this one to compute the prompt
+    root_key: bytes = b""  # what the content of its blocks depends on besides the tokens: see prefix_index.py
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
+    chain: list[NamedBlock] = field(default_factory=list)  # the blocks it has locked, from the first on
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     arrival_time: float = 0.0  # these by the engine's clock, in seconds
@@ -53,6 +61,15 @@ class Request:
         self.stop_ids = eos | frozenset(self.params.stop_token_ids)
 
     @property
+    def group(self) -> list[Request]:
+        """All outputs of its prompt, in order."""
+        return self.siblings or [self]
+
+    @property
+    def group_finished(self) -> bool:
+        return all(request.finished for request in self.group)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known to the host: the prompt and what was read back."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -65,6 +82,17 @@ class Request:
         if start >= prompt:
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+    def add_siblings(self, count: int) -> None:
+        """Let the prompt have `count` outputs: the others wait for this one to compute it. Seeds count up."""
+        forks = [
+            dataclasses.replace(self, index=i, seed=_wrap(self.seed + i), output_token_ids=[], block_keys=[], chain=[])
+            for i in range(1, count)
+        ]
+        group = [self, *forks]
+        for request in group:
+            request.siblings = group
+        self.forks = forks
 
     def append(self, token_ids: list[int]) -> None:
         """Take tokens read from the device, up to the first that ends the request."""
@@ -86,3 +114,8 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+def _wrap(seed: int) -> int:
+    """A seed of 64 bits, signed as it was given."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jpaged_models import LoadedModel
 
-from jpaged.audit import audit, check
+from jpaged.audit import AllocatorError, audit, check
 from jpaged.config import EngineConfig, pick_bucket
 from jpaged.memory import pick_kv_dtype
 from jpaged.plan import PlanLayout, pack_plan
@@ -21,7 +21,7 @@ from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import PrefillChunk, Schedule
 from jpaged.state import count_blocks, init_state
-from jpaged.stats import BlockStats
+from jpaged.stats import BlockCounts
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
 Program = Any  # what jax.jit returns
@@ -55,7 +55,7 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
     """The programs an engine of this configuration can need."""
 
     def build(step: Callable[..., tuple], rows: int, tokens: int) -> tuple[PlanLayout, Program]:
-        layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, rows, tokens)
+        layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, config.max_orders, rows, tokens)
         steps = 1 if tokens else config.decode_steps
         spec = StepSpec(graphdef, layout, config.block_size, steps, config.attention_backend)
         return layout, build_program(step, spec)
@@ -85,7 +85,7 @@ class Runner:
     def dispatch(self, schedule: Schedule) -> Dispatched:
         """Start a step and return without waiting for it."""
         if schedule.prefill:
-            layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.num_tokens)]
+            layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.size)]
         else:
             layout, program = self.programs.decode[pick_bucket(self.config.decode_buckets, len(schedule.decode))]
         return self._run(layout, program, schedule)
@@ -96,7 +96,7 @@ class Runner:
         if not result.ok:
             raise RuntimeError(
                 "the block allocator ran out inside a step, although the scheduler counts every block before it "
-                f"admits: {result.num_free} blocks free, {dispatched.schedule.num_tokens} tokens scheduled. "
+                f"admits: {result.counts.free} blocks free, {dispatched.schedule.num_tokens} tokens scheduled. "
                 "This is a bug in jpaged; nothing was overwritten."
             )
         return result
@@ -132,21 +132,22 @@ class Runner:
         self.count_blocks()
         self.audit()
 
-    def count_blocks(self) -> tuple[BlockStats, int]:
-        """Blocks by state and the tokens in them, once every dispatched step is done."""
-        counts = jax.device_get(self.programs.count_blocks(self.state.pool, self.state.tables))
-        blocks = BlockStats(
-            total=self.config.num_blocks - 1,
-            used=int(counts.used),
-            cached=int(counts.cached),
-            shared=int(counts.shared),
-            free=int(counts.free),
-        )
-        return blocks, int(counts.tokens)
+    def count_blocks(self) -> BlockCounts:
+        """Blocks by state and what is in them, once every dispatched step is done."""
+        counts = jax.device_get(self.programs.count_blocks(self.state.pool, self.state.tables, self.state.named))
+        return BlockCounts(*(int(count) for count in counts))
 
     def audit(self) -> None:
         """Raise AllocatorError if the allocator's state breaks an invariant."""
-        check(self.programs.audit(self.state.pool, self.state.tables))
+        check(self.programs.audit(self.state.pool, self.state.tables, self.state.named.held))
+
+    def names_in_use(self) -> int:
+        """Blocks that have a name, once every dispatched step is done."""
+        named = jax.device_get(self.state.named)
+        ids = named.block[named.block > 0]
+        if sorted(ids) != np.flatnonzero(named.held).tolist():
+            raise AllocatorError("the blocks that have names are not those that are held")
+        return len(ids)
 
     def _run(self, layout: PlanLayout, program: Program, schedule: Schedule) -> Dispatched:
         self.state, result = program(self.params, self.state, pack_plan(schedule, layout))

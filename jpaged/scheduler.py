@@ -1,9 +1,7 @@
 """Which sequences run in the next step, with how many tokens: host policy. Imports no JAX.
 
-The device allocates blocks inside the step; the host only counts them. `reserved[slot]` is the most blocks the
-slot's sequence can own once every step already dispatched has run, so the sum over the slots never understates
-the device, admission is safe, and the device's allocator cannot run out. Counts do not depend on token values,
-which is why a step can be scheduled before the tokens of the one before it are read:
+The device allocates blocks inside the step; the host only counts them (slots.py says how), so that the device's
+allocator cannot run out and a step can be planned before the tokens of the one before it are read:
 
     schedule() -> Schedule     counts move to the upper bound: every dispatched iteration yields a token
     update(schedule, tokens)   counts move back to what really happened; finished sequences give up their slot
@@ -11,6 +9,10 @@ which is why a step can be scheduled before the tokens of the one before it are 
 First come, first served. Decoding sequences come first in the token budget; what is left goes to prompts, in
 chunks. When the pool is full, the sequence that came last is preempted: its blocks are released and it waits, at
 the head of the queue, to be computed again from its tokens (recompute, Kwon et al. 2023, section 4.5).
+
+Full blocks get names (prefix_index.py), prompt blocks in the plan that computes them: a prompt admitted later, even
+in the same plan, shares those it begins with and computes the rest. Since prompts are worked off in order, each with
+all the budget that is left, two never compute the same block at once. What a sequence generated is named when it ends.
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ from itertools import islice
 import numpy as np
 
 from jpaged.config import EngineConfig, pick_bucket
+from jpaged.prefix_index import NamedBlock, PrefixIndex, block_key
 from jpaged.request import Request, Status
+from jpaged.slots import SlotCounts
 
 # A step of 132 tokens costs as much as its bucket of 256. Below this share, fill the smaller bucket instead.
 MIN_BUCKET_FILL = 0.7
+Order = tuple[int, int, int]  # slot, column, name of a block
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Positions [start, start + length) of a request's tokens; `last` if the next token is sampled after it."""
+    """Positions [start, start + length) of a request's tokens; `last` if the next token is sampled after it.
+
+    A chunk of no tokens is a fork, which samples from what the chunk before it computed.
+    """
 
     request: Request
     slot: int
@@ -44,7 +52,12 @@ class PrefillChunk:
 class Schedule:
     """One step. Rows are `decode_slots` in order, then the prefill chunks, the one that does not end last."""
 
+    name_first: list[Order] = field(default_factory=list)  # blocks to name before anything is released
     release: list[int] = field(default_factory=list)  # slots whose blocks go back first
+    drop: list[Order] = field(default_factory=list)  # names that go, slot and column 0
+    name: list[Order] = field(default_factory=list)  # blocks to name that this step allocates or has
+    share: list[Order] = field(default_factory=list)  # blocks that admitted sequences begin with
+    fork: list[Order] = field(default_factory=list)  # slots that become copies: slot, slot it is copied from, 1
     admit: list[Request] = field(default_factory=list)  # requests that take a slot in this step
     decode: list[Request] = field(default_factory=list)
     decode_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -58,8 +71,23 @@ class Schedule:
         return len(self.decode) + sum(chunk.length for chunk in self.prefill)
 
     @property
+    def size(self) -> int:
+        """Tokens, and rows without any: what a program must have room for."""
+        return self.num_tokens + sum(not chunk.length for chunk in self.prefill)
+
+    @property
     def has_rows(self) -> bool:
         return bool(self.decode) or bool(self.prefill)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the device has anything to do."""
+        return self.has_rows or bool(self.release or self.drop or self.name_first)
+
+    @property
+    def orders(self) -> tuple[list[Order], ...]:
+        """About named blocks, in the order of `named_blocks.SECTIONS`."""
+        return self.name_first, self.drop, self.name, self.share, self.fork
 
 
 class Scheduler:
@@ -73,20 +101,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.steps_dispatched = 0
         self.steps_read = 0
-        slots = config.max_num_seqs
         self.running: dict[int, Request] = {}  # slot -> request, in order of admission
         self.prefilling: list[Request] = []  # of the running, those whose prompt is not all dispatched
-        self.free_slots = list(range(slots))
+        self.free_slots = list(range(config.max_num_seqs))
+        self.counts = SlotCounts(config)
+        self.index = PrefixIndex(config.num_names)
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
-        self.reserved = np.zeros(slots, np.int64)  # blocks
-        self.reserved_total = 0
-        self.kv_known = np.zeros(slots, np.int64)  # tokens in the cache by the last results read
-        self.left_known = np.zeros(slots, np.int64)  # tokens still to sample, likewise
-        self.in_flight = np.zeros(slots, np.int64)  # decode iterations dispatched since
-        self.decoding = np.zeros(slots, bool)
-        self.epoch = np.zeros(slots, np.int64)  # counts the owners of a slot
-        self.order = np.zeros(slots, np.int64)  # admission number of the owner
-        self.admissions = 0
+        self.to_name: list[Order] = []  # blocks of theirs to keep; the next plan names them first
+        self.prefix_queries = 0  # tokens of admitted requests
+        self.prefix_hits = 0  # of them, those found in the cache
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -98,6 +121,7 @@ class Scheduler:
                 f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
                 f"at most {limit - 1} are allowed"
             )
+        self._hash_blocks(request)
         self.waiting[request] = None
 
     def abort(self, request: Request) -> None:
@@ -106,26 +130,52 @@ class Scheduler:
             return
         queued = request.status is Status.WAITING
         request.finish("abort")
+        for fork in request.forks:
+            fork.finish("abort")
+        request.forks = []
         if queued:
-            del self.waiting[request]
+            self.waiting.pop(request, None)  # a fork is not queued before its prompt is computed
         else:
             self._retire(request)
 
     def has_unfinished(self) -> bool:
         """Whether any request runs or waits, or a finished one still owns blocks."""
-        return bool(self.running or self.waiting or self.to_release)
+        return bool(self.running or self.waiting or self.to_release or self.index.garbage)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block. Returns whether all of their memory is free (or will be after the next steps):
+        False if running sequences still use some, which are freed with them."""
+        self.index.forget_all()
+        return len(self.index.garbage) == self.index.num_named
+
+    def pin_prefix(self, keys: list[bytes]) -> tuple[int, int]:
+        """Keep the cached blocks at the beginning of `keys` from being evicted. Returns (pin, number of blocks).
+
+        Raises ValueError where the blocks left over could no longer hold one sequence of max_model_len.
+        """
+        chain = self.index.match(keys)
+        pinned = self.index.num_pinned + sum(not block.pins for block in chain)
+        most = self.usable_blocks - self.config.max_blocks_per_seq
+        if pinned > most:
+            raise ValueError(
+                f"{pinned} blocks would be pinned, but at most {most} of {self.usable_blocks} may be: a sequence of "
+                f"max_model_len={self.config.max_model_len} tokens needs {self.config.max_blocks_per_seq}"
+            )
+        return self.index.pin(chain), len(chain)
 
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> Schedule:
         """Plan the next step from counts alone. A plan without rows and releases means: nothing to do yet."""
-        plan = Schedule()
+        plan = Schedule(name_first=self.to_name)
+        self.to_name = []
         self._release_finished(plan)
         self._pick_decode(plan)
         self._pick_prefill(plan)
         if not plan.prefill and plan.decode:
             self._extend_decode(plan)
         self._commit(plan)
+        self._reclaim(plan)
         return plan
 
     def update(self, plan: Schedule, tokens: np.ndarray, remaining: np.ndarray) -> list[Request]:
@@ -138,7 +188,7 @@ class Scheduler:
         self.steps_read += 1
         decoded = len(plan.decode)
         counts = (tokens[:, :decoded] >= 0).sum(axis=0)
-        self._settle(plan, counts)
+        self.counts.settle(plan.decode_slots, plan.epochs, plan.num_steps, counts)
         columns = tokens.T.tolist()
         ended = (remaining[:decoded] == 0).tolist()
         for request, column, count, end in zip(plan.decode, columns, counts.tolist(), ended, strict=False):
@@ -167,11 +217,11 @@ class Scheduler:
     def _pick_decode(self, plan: Schedule) -> None:
         """All decoding sequences that may still generate; preempt from the end until one more token each fits."""
         while True:
-            slots = np.flatnonzero(self.decoding & (self.left_known > self.in_flight))
-            short = self._growth(slots, 1).sum() - self.free_blocks
+            slots = np.flatnonzero(self.counts.decoding & (self.counts.left_known > self.counts.in_flight))
+            short = self.counts.growth(slots, 1).sum() - self.available_blocks
             if short <= 0 or not self._preempt_last(plan):
                 break
-        slots = slots[np.argsort(self.order[slots], kind="stable")]
+        slots = slots[np.argsort(self.counts.order[slots], kind="stable")]
         plan.decode_slots = slots.astype(np.int32)
         plan.decode = [self.running[slot] for slot in slots.tolist()]
 
@@ -179,122 +229,205 @@ class Scheduler:
         """Give the budget left to prompts under way, then to waiting ones."""
         budget = self._prefill_budget(len(plan.decode))
         # Blocks for this step's decode tokens are spoken for before anyone is admitted.
-        free = self.free_blocks - int(self._growth(plan.decode_slots, 1).sum())
-        chunks: list[PrefillChunk] = []
-        for request in self.prefilling:
+        spoken_for = int(self.counts.growth(plan.decode_slots, 1).sum())
+        for request in list(self.prefilling):
             if budget <= 0:
                 break
-            budget -= self._take_chunk(chunks, request, budget)
+            budget -= self._take_chunk(plan, request, budget)
+            budget -= self._fork(plan, request, budget, spoken_for)
         while budget > 0 and self.free_slots:
-            admitted = self._next_waiting(free, idle=not self.running)
+            admitted = self._admit_next(plan, spoken_for)
             if admitted is None:
                 break
-            free -= self._admit(plan, admitted)
-            budget -= self._take_chunk(chunks, admitted, budget)
+            budget -= self._take_chunk(plan, admitted, budget)
+            budget -= self._fork(plan, admitted, budget, spoken_for)
         # Rows that sample come first, so that the head is computed for a prefix of the rows.
-        plan.prefill = sorted(chunks, key=lambda chunk: not chunk.last)
+        plan.prefill.sort(key=lambda chunk: not chunk.last)
 
     def _extend_decode(self, plan: Schedule) -> None:
         """Choose the decode iterations of one dispatch: as many as are wanted and as the pool can hold."""
-        left = self._left(plan.decode_slots)
+        left = self.counts.left(plan.decode_slots)
         steps = min(self.config.decode_steps, int(left.max()))
         if self.waiting:
             # Stop where the first sequence is known to end; one that ends in a step under way frees its slot
             # when that step is read, so do not run far ahead of it.
             plan.stop_early = True
-            ending = len(plan.decode) < int(self.decoding.sum())
+            ending = len(plan.decode) < int(self.counts.decoding.sum())
             steps = 1 if ending else min(steps, int(left.min()))
-        while steps > 1 and self._growth(plan.decode_slots, np.minimum(left, steps)).sum() > self.free_blocks:
+        growth = self.counts.growth
+        while steps > 1 and growth(plan.decode_slots, np.minimum(left, steps)).sum() > self.available_blocks:
             steps //= 2
         plan.num_steps = steps
 
     def _commit(self, plan: Schedule) -> None:
         """Move the counts to what the step will have done at most."""
-        slots = plan.decode_slots
-        plan.epochs = self.epoch[slots]
-        self.in_flight[slots] += plan.num_steps
-        self._reserve(slots)
-        if plan.has_rows or plan.release:
-            self.steps_dispatched += 1
+        plan.epochs = self.counts.epoch[plan.decode_slots]
+        self.counts.plan_iterations(plan.decode_slots, plan.num_steps)
         for chunk in plan.prefill:
             request = chunk.request
             request.prefilled += chunk.length
             if chunk.last:
                 request.status = Status.DECODE
-                self.decoding[chunk.slot] = True
-                self.left_known[chunk.slot] -= 1  # this one is certain
+                self.counts.decoding[chunk.slot] = True
+                self.counts.left_known[chunk.slot] -= 1  # this one is certain
         if plan.prefill:
             self.prefilling = [request for request in self.prefilling if request.status is Status.PREFILL]
 
-    # ------------------------------------------------------------------ counts
+    def _reclaim(self, plan: Schedule) -> None:
+        """Take from the cache what the plan needs, and clear away what can never be found again."""
+        needed = max(-self.free_blocks, 0)
+        spare = self.config.max_orders - sum(map(len, plan.orders))
+        for _ in range(max(needed, min(len(self.index.garbage), spare))):
+            plan.drop.append((0, 0, self.index.evict()))
+        self.index.close_plan()
+        if plan.has_work:
+            self.steps_dispatched += 1
+
+    # ------------------------------------------------------------------ blocks
 
     @property
     def free_blocks(self) -> int:
-        return self.usable_blocks - self.reserved_total
+        """Blocks in use by nobody and not cached; below 0 while a plan counts on blocks that the cache will give up."""
+        return self.usable_blocks - self.counts.private - self.index.num_named
 
-    def _left(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens each slot still has to sample if every dispatched iteration yields one."""
-        return np.maximum(self.left_known[slots] - self.in_flight[slots], 0)
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that can be had, cached ones included."""
+        return self.free_blocks + self.index.reclaimable
 
-    def _kv_tokens(self, slots: np.ndarray) -> np.ndarray:
-        """Most tokens each slot has in the cache once the dispatched steps have run."""
-        return self.kv_known[slots] + np.minimum(self.left_known[slots], self.in_flight[slots])
+    def _hash_blocks(self, request: Request) -> None:
+        """Know the keys of all full blocks of the request's tokens, as far as caching is on."""
+        if not self.config.enable_prefix_caching:
+            return
+        size, keys = self.config.block_size, request.block_keys
+        for start in range(len(keys) * size, request.num_tokens - size + 1, size):
+            parent = keys[-1] if keys else request.root_key
+            keys.append(block_key(parent, request.token_range(start, start + size)))
 
-    def _growth(self, slots: np.ndarray, tokens: int | np.ndarray) -> np.ndarray:
-        """Blocks each slot would have to add to hold `tokens` more."""
-        wanted = -(-(self._kv_tokens(slots) + tokens) // self.config.block_size)
-        return np.maximum(wanted - self.reserved[slots], 0)
+    def _name_blocks(self, request: Request, tokens: int, orders: list[Order], room: int) -> None:
+        """Name the full blocks among the first `tokens` that have no name yet, at most `room` of them.
 
-    def _reserve(self, slots: np.ndarray) -> None:
-        before = self.reserved[slots].sum()
-        self.reserved[slots] = -(-self._kv_tokens(slots) // self.config.block_size)
-        self.reserved_total += int(self.reserved[slots].sum() - before)
+        Without keys (caching is off) their names are found by nobody: they are for blocks that forks share.
+        """
+        chain, keys, slot = request.chain, request.block_keys, request.slot
+        for column in range(len(chain), tokens // self.config.block_size):
+            known = self.index.blocks.get(keys[column]) if keys else None
+            if known is not None:  # computed by another too: ours stays private, but what follows is found after it
+                if not known.locks and request.slot in self.running:
+                    break  # to lock it would take memory that was counted on: what follows is named at the end
+                self.index.lock([known])
+                chain.append(known)
+                continue
+            if room <= 0:
+                break
+            room -= 1
+            chain.append(self.index.add(keys[column] if keys else None, chain[-1] if chain else None))
+            orders.append((slot, column, chain[-1].name))
+            self.counts.add_named(slot)
 
-    def _settle(self, plan: Schedule, counts: np.ndarray) -> None:
-        """Replace what a step was planned to do by what it did: it may have left its loop early."""
-        live = self.epoch[plan.decode_slots] == plan.epochs
-        slots, counts = plan.decode_slots[live], counts[live]
-        self.in_flight[slots] -= plan.num_steps
-        self.kv_known[slots] += counts
-        self.left_known[slots] -= counts
-        self._reserve(slots)
+    def _keep_generated(self, request: Request, orders: list[Order]) -> None:
+        """A sequence leaves its slot: what it computed stays to be found, as far as it is known and orders allow."""
+        if request.prefilled >= request.prefill_target:
+            self._hash_blocks(request)
+            tokens = min(int(self.counts.kv_known[request.slot]), request.num_tokens)
+            tokens = tokens if request.block_keys else 0
+            room = self.config.max_blocks_per_seq + 4 * self.config.max_num_seqs - len(orders)
+            self._name_blocks(request, tokens, orders, room)
+        self.index.unlock(request.chain)
+        request.chain = []
 
     # ------------------------------------------------------------------ slots
 
-    def _next_waiting(self, free: int, idle: bool) -> Request | None:
-        """The head of the queue if it can be admitted now; the reserve is waived when nothing runs."""
+    def _admit_next(self, plan: Schedule, spoken_for: int) -> Request | None:
+        """Admit the head of the queue if it fits; the reserve of blocks is waived when nothing runs."""
         request = next(iter(self.waiting), None)
         if request is None or request.readable_from > self.steps_read:  # preempted: its last tokens are to be read
             return None
-        needed = -(-request.num_tokens // self.config.block_size)
-        if needed > free - (0 if idle else self.watermark_blocks):
+        self._hash_blocks(request)
+        # At least one token is computed, for there must be something to sample from.
+        hits = self.index.match(request.block_keys[: (request.num_tokens - 1) // self.config.block_size])
+        needed = -(-request.num_tokens // self.config.block_size) - len(hits)
+        reserve = self.watermark_blocks if self.running else 0
+        usable = self.available_blocks - sum(not block.locks for block in hits) - spoken_for
+        evicted = max(needed + spoken_for - self.free_blocks, 0)
+        if needed > usable - reserve or len(hits) + evicted > self._order_room(plan):
             return None
         del self.waiting[request]
+        self._admit(plan, request, hits)
         return request
 
-    def _admit(self, plan: Schedule, request: Request) -> int:
-        """Give the request a slot and reserve the blocks of all its tokens. Returns their number."""
+    def _order_room(self, plan: Schedule) -> int:
+        """Orders that may still be spent on admissions: what the others of this plan may need is kept back."""
+        kept = max(self.config.max_filled_blocks - len(plan.name), 0)
+        return self.config.max_orders - sum(map(len, plan.orders)) - kept
+
+    def _admit(self, plan: Schedule, request: Request, hits: list[NamedBlock]) -> None:
+        """Give the request a slot, the blocks it begins with, and reserve those of its other tokens."""
+        self.index.lock(hits)
+        request.chain = hits
+        self._start(plan, request, named=len(hits))
+        request.prefilled = len(hits) * self.config.block_size
+        if request.num_cached_tokens is None:  # not so after a preemption
+            request.num_cached_tokens = request.prefilled
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += request.prefilled
+        plan.share += [(request.slot, column, block.name) for column, block in enumerate(hits)]
+
+    def _start(self, plan: Schedule, request: Request, named: int) -> None:
         slot = heapq.heappop(self.free_slots)
         request.slot = slot
         request.status = Status.PREFILL
         request.prefill_target = request.num_tokens
-        request.prefilled = 0
         self.running[slot] = request
         self.prefilling.append(request)
-        self.epoch[slot] += 1
-        self.admissions += 1
-        self.order[slot] = self.admissions
-        self.kv_known[slot] = request.num_tokens
-        self.left_known[slot] = request.max_tokens - len(request.output_token_ids)
-        self._reserve(np.array([slot]))
+        left = request.max_tokens - len(request.output_token_ids)
+        self.counts.begin(slot, request.num_tokens, left, named)
         plan.admit.append(request)
-        return int(self.reserved[slot])
 
-    def _take_chunk(self, chunks: list[PrefillChunk], request: Request, budget: int) -> int:
+    def _take_chunk(self, plan: Schedule, request: Request, budget: int) -> int:
         length = min(budget, request.prefill_target - request.prefilled)
-        last = request.prefilled + length == request.prefill_target
-        chunks.append(PrefillChunk(request, request.slot, request.prefilled, length, last))
+        end = request.prefilled + length
+        plan.prefill.append(
+            PrefillChunk(request, request.slot, request.prefilled, length, end == request.prefill_target)
+        )
+        if request.block_keys:
+            self._name_blocks(request, end, plan.name, self.config.max_filled_blocks)
         return length
+
+    def _fork(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> int:
+        """Start the other outputs of a prompt in the step that computes its last token: they share all its blocks.
+
+        Those that find no slot, no blocks or no budget queue up as requests of their own, which begin with the blocks
+        in the cache, if it is on. Returns the budget spent: a row each.
+        """
+        forks = request.forks
+        if not forks or not plan.prefill[-1].last:
+            return 0
+        request.forks = []
+        tokens = request.prefill_target
+        if not request.block_keys and tokens // self.config.block_size <= self._order_room(plan):
+            self._name_blocks(request, tokens, plan.name, tokens)
+        own = -(-tokens // self.config.block_size) - int(self.counts.named[request.slot])
+        started = 0
+        for fork in forks[:budget]:
+            evicted = max(own + spoken_for - self.free_blocks, 0)
+            room = self.available_blocks - spoken_for - self.watermark_blocks
+            if not self.free_slots or own > room or 1 + evicted > self._order_room(plan):
+                break
+            fork.block_keys = list(request.block_keys)
+            fork.chain = list(request.chain)
+            self.index.lock(fork.chain)
+            self._start(plan, fork, named=int(self.counts.named[request.slot]))
+            fork.prefilled = tokens
+            fork.num_cached_tokens = request.num_cached_tokens
+            plan.fork.append((fork.slot, request.slot, 1))
+            plan.prefill.append(PrefillChunk(fork, fork.slot, tokens, 0, last=True))
+            started += 1
+        for fork in reversed(forks[started:]):
+            fork.block_keys = list(request.block_keys)
+            self.waiting[fork] = None
+            self.waiting.move_to_end(fork, last=False)
+        return started
 
     def _prefill_budget(self, decode_rows: int) -> int:
         """Tokens this step may prefill: up to the limit, cut to a bucket that is not mostly padding."""
@@ -303,7 +436,7 @@ class Scheduler:
         for request in islice(self.waiting, len(self.free_slots)):
             if wanted >= limit:
                 break
-            wanted += request.num_tokens
+            wanted += request.num_tokens - len(self.index.match(request.block_keys)) * self.config.block_size
         total = decode_rows + min(wanted, limit)
         buckets = self.config.token_buckets
         bucket = pick_bucket(buckets, max(total, 1))
@@ -316,8 +449,9 @@ class Scheduler:
         """Send the sequence that was admitted last back to the queue. False if only one is left."""
         if len(self.running) <= 1:
             return False
-        slot = max(self.running, key=self.order.__getitem__)
+        slot = max(self.running, key=self.counts.order.__getitem__)
         request = self.running.pop(slot)
+        self._keep_generated(request, plan.name_first)
         if request.status is Status.PREFILL:
             self.prefilling.remove(request)
         request.slot = -1
@@ -335,17 +469,15 @@ class Scheduler:
         """A running request ended: its slot and blocks are released by the next plan."""
         if request in self.prefilling:
             self.prefilling.remove(request)
-        self.decoding[request.slot] = False
         del self.running[request.slot]
+        self._keep_generated(request, self.to_name)
+        self.counts.decoding[request.slot] = False
         self.to_release.append(request.slot)
         request.slot = -1
 
     def _free_slot(self, slot: int) -> None:
         """Count a slot's blocks as free: the plan that is being made releases them before it allocates."""
-        self.decoding[slot] = False
-        self.kv_known[slot] = self.left_known[slot] = self.in_flight[slot] = 0
-        self._reserve(np.array([slot]))
-        self.epoch[slot] += 1
+        self.counts.end(slot)
         heapq.heappush(self.free_slots, slot)
 
     # ------------------------------------------------------------------ tokens

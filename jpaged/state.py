@@ -11,8 +11,10 @@ from jpaged_models import KVPages, ModelConfig, init_cache
 
 from jpaged.allocator import BlockPool, BlockTables, blocks_needed, init_pool, init_tables
 from jpaged.config import EngineConfig
+from jpaged.named_blocks import NamedBlocks, init_names
 from jpaged.plan import SAMPLING, Plan
 from jpaged.sampling import SamplingState
+from jpaged.stats import BlockCounts
 
 
 class SlotState(NamedTuple):
@@ -28,17 +30,8 @@ class EngineState(NamedTuple):
     cache: tuple[KVPages, ...]  # one a layer: K and V [N, Hkv, B, D], and scales if they are quantised
     pool: BlockPool
     tables: BlockTables
+    named: NamedBlocks
     slots: SlotState
-
-
-class BlockCounts(NamedTuple):
-    """Blocks by state, and tokens in the tables; i32[] each."""
-
-    used: jax.Array  # referenced, whoever by
-    cached: jax.Array  # referenced, but by no table
-    shared: jax.Array  # referenced more than once
-    free: jax.Array
-    tokens: jax.Array  # over all tables; a shared block's tokens count for each
 
 
 def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> EngineState:
@@ -48,6 +41,7 @@ def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> Engin
         init_cache(model, config.num_blocks, config.block_size, kv_dtype),
         init_pool(config.num_blocks),
         init_tables(slots, config.max_blocks_per_seq),
+        init_names(config.num_names, config.num_blocks),
         SlotState(
             SamplingState(
                 temperature=jnp.zeros(slots, jnp.float32),
@@ -87,17 +81,20 @@ def admit(slots: SlotState, plan: Plan) -> SlotState:
     )
 
 
-def count_blocks(pool: BlockPool, tables: BlockTables, *, block_size: int) -> BlockCounts:
-    """Count the pool's blocks by state. Work grows with the pool; the engine calls it for its statistics only."""
-    held = blocks_needed(tables.length, block_size)  # [S]
-    live = jnp.arange(tables.blocks.shape[1])[None, :] < held[:, None]
-    num_blocks = pool.refcount.shape[0]
-    in_table = jnp.zeros(num_blocks, bool).at[jnp.where(live, tables.blocks, num_blocks)].set(True, mode="drop")
-    used = pool.refcount > 0
+def count_blocks(pool: BlockPool, tables: BlockTables, named: NamedBlocks, *, block_size: int) -> BlockCounts:
+    """Count the pool's blocks by state: one pass over the counts of owners, without a scatter."""
+    owners = pool.refcount - named.held  # sequences that have the block
+    used = jnp.sum(owners > 0, dtype=jnp.int32)
+    # Only last blocks have room left. Sequences that share one share its empty slots too.
+    last = jnp.where(tables.length % block_size != 0, tables.length // block_size, tables.blocks.shape[1])
+    block = tables.blocks.at[jnp.arange(last.shape[0]), last].get(mode="fill", fill_value=0)
+    room = -tables.length % block_size
+    waste = jnp.sum(room / jnp.maximum(owners.at[block].get(mode="clip"), 1))
     return BlockCounts(
-        used=used.sum(dtype=jnp.int32),
-        cached=(used & ~in_table).sum(dtype=jnp.int32),
-        shared=(pool.refcount > 1).sum(dtype=jnp.int32),
+        used=used,
+        cached=jnp.sum((owners == 0) & (named.held > 0), dtype=jnp.int32),
+        shared=jnp.sum(owners > 1, dtype=jnp.int32),
         free=pool.num_free,
-        tokens=tables.length.sum(dtype=jnp.int32),
+        entries=jnp.sum(blocks_needed(tables.length, block_size), dtype=jnp.int32),
+        tokens=used * block_size - jnp.round(waste).astype(jnp.int32),
     )

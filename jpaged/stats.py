@@ -6,20 +6,49 @@ import dataclasses
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 RECENT_STEPS = 512  # step times kept for the percentiles
 
 
+class BlockCounts(NamedTuple):
+    """Blocks by state, used + cached + free = all but the null block, and what sequences have in them.
+
+    i32[] each on the device, int on the host.
+    """
+
+    used: Any  # in the table of a sequence
+    cached: Any  # kept under a name, in no table
+    shared: Any  # in more than one table
+    free: Any
+    entries: Any  # of all tables: the blocks that would be used if none were shared
+    tokens: Any  # in used blocks, those of a shared block once
+
+
 @dataclass(frozen=True)
 class BlockStats:
-    """KV blocks by state; `total` excludes the null block, used + free = total."""
+    """KV blocks by state; `total` excludes the null block, used + cached + free = total."""
 
     total: int
-    used: int
-    cached: int  # used, but by no sequence
-    shared: int  # used by more than one owner
+    used: int  # by a sequence
+    cached: int  # kept for later prompts, used by no sequence now
+    shared: int  # used by more than one sequence
     free: int
+    saved: int  # more blocks that would be used if none were shared
+
+
+@dataclass(frozen=True)
+class PrefixCacheStats:
+    """What prompts found in the prefix cache."""
+
+    queried_tokens: int  # of all admitted prompts
+    hit_tokens: int  # of them, those that need not be computed
+    evictions: int  # blocks that had to make way
+    pinned_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -36,21 +65,26 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Counters run since the engine started; `utilization` is tokens over slots of used blocks."""
+    """A snapshot. Counters run since the engine started; `utilization` is tokens over slots of used blocks.
+
+    A token in a shared block counts once.
+    """
 
     blocks: BlockStats
     block_size: int
     kv_tokens: int
     waste_tokens: int  # slots of used blocks that hold no token
     utilization: float
-    peak_used_blocks: int
-    peak_utilization: float  # at the moment most blocks were used
+    peak_blocks: BlockStats  # at the moment most blocks were used
+    peak_utilization: float  # likewise
     mean_utilization: float  # over steps, each weighted by its used blocks
+    sharing_saving: float  # blocks saved by sharing over blocks without it, mean over steps
+    prefix_cache: PrefixCacheStats
     running: int
     waiting: int
     preemptions: int
     finished: int
-    prompt_tokens: int  # computed by prefill, tokens computed again after a preemption included
+    prompt_tokens: int  # computed by prefill: without cached ones, with those computed again after a preemption
     generation_tokens: int
     steps: int
     iterations: int
@@ -82,42 +116,53 @@ class StatsCollector:
     generation_tokens: int = 0
     steps: int = 0
     iterations: int = 0
-    peak_used: int = 0
-    peak_utilization: float = 0.0
-    slot_sum: int = 0
+    peak: BlockStats | None = None
+    peak_utilization: float = 1.0
+    used_sum: int = 0
+    saved_sum: int = 0
     token_sum: int = 0
     timings: deque[StepTiming] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
-    def record_step(self, iterations: int, num_free: int, num_tokens: int, prompt: int, generated: int) -> None:
-        """Count one step that was read: free blocks and cached tokens are those at its end."""
+    def record_step(self, iterations: int, counts: BlockCounts, prompt: int, generated: int) -> None:
+        """Count one step that was read; `counts` are those at its end."""
         self.steps += 1
         self.iterations += iterations
         self.prompt_tokens += prompt
         self.generation_tokens += generated
-        used = self.total_blocks - num_free
-        slots = used * self.block_size
-        self.slot_sum += slots
-        self.token_sum += num_tokens
-        if used > self.peak_used:
-            self.peak_used = used
-            self.peak_utilization = num_tokens / slots
+        used = counts.used
+        self.used_sum += used
+        self.saved_sum += counts.entries - used
+        self.token_sum += counts.tokens
+        if self.peak is None or used > self.peak.used:
+            self.peak = self.by_state(counts)
+            self.peak_utilization = self.utilization(counts)
 
-    def snapshot(self, blocks: BlockStats, kv_tokens: int, running: int, waiting: int, preemptions: int) -> EngineStats:
-        slots = blocks.used * self.block_size
+    def by_state(self, counts: BlockCounts) -> BlockStats:
+        saved = counts.entries - counts.used
+        return BlockStats(self.total_blocks, counts.used, counts.cached, counts.shared, counts.free, saved)
+
+    def utilization(self, counts: BlockCounts) -> float:
+        return counts.tokens / (counts.used * self.block_size) if counts.used else 1.0
+
+    def snapshot(
+        self, counts: BlockCounts, prefix: PrefixCacheStats, *, running: int, waiting: int, preemptions: int
+    ) -> EngineStats:
         totals = sorted(timing.total for timing in self.timings) or [0.0]
 
         def median(part: str) -> float:
             return statistics.median([getattr(timing, part) for timing in self.timings] or [0.0])
 
         return EngineStats(
-            blocks=blocks,
+            blocks=self.by_state(counts),
             block_size=self.block_size,
-            kv_tokens=kv_tokens,
-            waste_tokens=slots - kv_tokens,
-            utilization=kv_tokens / slots if slots else 1.0,
-            peak_used_blocks=self.peak_used,
+            kv_tokens=counts.tokens,
+            waste_tokens=counts.used * self.block_size - counts.tokens,
+            utilization=self.utilization(counts),
+            peak_blocks=self.peak or BlockStats(self.total_blocks, 0, 0, 0, self.total_blocks, 0),
             peak_utilization=self.peak_utilization,
-            mean_utilization=self.token_sum / self.slot_sum if self.slot_sum else 1.0,
+            mean_utilization=self.token_sum / (self.used_sum * self.block_size) if self.used_sum else 1.0,
+            sharing_saving=self.saved_sum / (self.saved_sum + self.used_sum) if self.used_sum else 0.0,
+            prefix_cache=prefix,
             running=running,
             waiting=waiting,
             preemptions=preemptions,

@@ -18,14 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jpaged_models import Decoder, merge_params, paged_attend
+from jpaged_models import Decoder, copy_cache_blocks, merge_params, paged_attend
 from jpaged_models.paged import PagedBatch
 
-from jpaged.allocator import grow, release
+from jpaged.allocator import copy_on_write, grow, release
+from jpaged.named_blocks import NAME, NAME_FIRST, drop_names, fork_slots, name_blocks, open_shared, share_names
 from jpaged.plan import Plan, PlanLayout, unpack_plan
 from jpaged.sampling import SamplingState, sample
-from jpaged.state import EngineState, SlotState, admit
+from jpaged.state import EngineState, SlotState, admit, count_blocks
+from jpaged.stats import BlockCounts
+from jpaged.tiles import over_tiles
 
+COPY_TILE = 4  # blocks copied at once where sequences part
 HEAD_ROWS = (8, 32, 128)  # row counts the head is compiled for in a mixed step, besides all of its rows
 Params = Mapping[str, jax.Array]
 
@@ -35,10 +39,9 @@ class StepResult(NamedTuple):
 
     tokens: np.ndarray  # i32[K, R], -1: none
     left: np.ndarray  # i32[R]
-    ok: bool  # False: the allocator ran out and the step changed nothing, which is a bug of the host's count
+    ok: bool  # False: the allocator ran out or an order could not be carried out, which is a bug of the host's count
     iterations: int
-    num_free: int  # blocks, when the step was done
-    num_tokens: int  # in the cache, when the step was done
+    counts: BlockCounts  # when the step was done
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,20 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
     block_size, layout = spec.block_size, spec.layout
     plan = unpack_plan(packed, layout)
     assert plan.lengths is not None and plan.tokens is not None
-    state = _apply_commands(state, plan, block_size)
+    state, done = _apply_commands(state, plan, block_size)
     row = jnp.arange(layout.rows)
     lengths = jnp.where(row < plan.num_rows, plan.lengths, 0)  # [R]
-    state, ok = _grow_rows(state, plan.slots, lengths, block_size, -(-layout.tokens // block_size) + 1)
+    opened_tables, opened = open_shared(state.tables, plan.commands, block_size=block_size)
+    state = state._replace(tables=opened_tables)
+    state, grown = _grow_rows(state, plan.slots, lengths, block_size, -(-layout.tokens // block_size) + 1)
+    state, shared = _share_prefixes(state, plan, block_size)
+    ok = done & opened & grown & shared
     lengths = jnp.where(ok, lengths, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])  # [R + 1]
 
     tables = state.tables.blocks.at[plan.slots].get(mode="fill", fill_value=0)  # [R, M]
-    kv_lengths = jnp.where(lengths > 0, state.tables.length.at[plan.slots].get(mode="fill", fill_value=0), 0)
+    context = state.tables.length.at[plan.slots].get(mode="fill", fill_value=0)  # [R]
+    kv_lengths = jnp.where(lengths > 0, context, 0)
     token = jnp.arange(layout.tokens, dtype=jnp.int32)
     owner = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")  # [T]; R for padding
     offset = (kv_lengths - starts[1:]).at[owner].get(mode="fill", fill_value=0)
@@ -87,13 +95,14 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
     model = merge_params(spec.graphdef, params)
     attend = paged_attend(batch, spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend)
-    final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")  # [R, H] last token of each row
+    # The last token of each row [R, H]: for a fork, which has no tokens here, that of the row before it.
+    final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")
     sampled = (row < plan.num_sampled) & ok
     logits = _logits_of_prefix(model, final, plan.num_sampled)
-    drawn = sample(logits, _gather_sampling(state.slots, plan.slots), kv_lengths)
+    drawn = sample(logits, _gather_sampling(state.slots, plan.slots), context)
     slots, left = _emit(state.slots, plan.slots, drawn, sampled)
     state = state._replace(cache=cache, slots=slots)
-    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state)
+    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state, block_size)
 
 
 def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
@@ -103,7 +112,7 @@ def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.
     """
     layout = spec.layout
     plan = unpack_plan(packed, layout)
-    state = _apply_commands(state, plan, spec.block_size)
+    state, done = _apply_commands(state, plan, spec.block_size)
     model = merge_params(spec.graphdef, params)
     in_rows = jnp.arange(layout.rows) < plan.num_rows
     sampling = _gather_sampling(state.slots, plan.slots)
@@ -126,34 +135,65 @@ def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.
         return step + 1, state, out.at[step].set(drawn, mode="drop"), ok
 
     out = jnp.full((spec.decode_steps, layout.rows), -1, jnp.int32)
-    steps, state, out, ok = lax.while_loop(unfinished, iterate, (jnp.int32(0), state, out, jnp.bool_(True)))
-    return state, _pack_result(out, left_in(state.slots), ok, steps, state)
+    steps, state, out, ok = lax.while_loop(unfinished, iterate, (jnp.int32(0), state, out, done))
+    return state, _pack_result(out, left_in(state.slots), ok, steps, state, spec.block_size)
 
 
 def unpack_result(packed: np.ndarray, rows: int) -> StepResult:
     """The fields of a packed result of R rows."""
-    body = packed[:-4].reshape(-1, rows)
-    ok, iterations, num_free, num_tokens = packed[-4:].tolist()
-    return StepResult(body[:-1], body[-1], bool(ok), iterations, num_free, num_tokens)
+    tail = 2 + len(BlockCounts._fields)
+    body = packed[:-tail].reshape(-1, rows)
+    ok, iterations, *counts = packed[-tail:].tolist()
+    return StepResult(body[:-1], body[-1], bool(ok), iterations, BlockCounts(*counts))
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _apply_commands(state: EngineState, plan: Plan, block_size: int) -> EngineState:
-    """Blocks that the host gives back go first, so that this very step can hand them out again."""
-    pool, tables = release(state.pool, state.tables, plan.release, block_size=block_size)
-    return state._replace(pool=pool, tables=tables, slots=admit(state.slots, plan))
+def _apply_commands(state: EngineState, plan: Plan, block_size: int) -> tuple[EngineState, jax.Array]:
+    """Blocks that the host gives back go first, so that this very step can hand them out again.
+
+    What a finished sequence computed gets its names before the sequence is released. Returns (state, ok bool[]).
+    """
+    pool, named, kept = name_blocks(state.pool, state.tables, state.named, plan.commands, NAME_FIRST)
+    pool, tables = release(pool, state.tables, plan.release, block_size=block_size)
+    pool, named, dropped = drop_names(pool, tables, named, plan.commands)
+    return state._replace(pool=pool, tables=tables, named=named, slots=admit(state.slots, plan)), kept & dropped
+
+
+def _share_prefixes(state: EngineState, plan: Plan, block_size: int) -> tuple[EngineState, jax.Array]:
+    """Name the blocks that rows have just been given, then attach named ones to the rows that begin with them.
+
+    A row may so share what another fills in this step: in every layer all keys and values are written before any
+    are read. Last, forks become copies of what they fork from. Returns (state, ok bool[]).
+    """
+    pool, named, kept = name_blocks(state.pool, state.tables, state.named, plan.commands, NAME)
+    pool, tables, shared = share_names(pool, state.tables, named, plan.commands, block_size=block_size)
+    pool, tables, forked = fork_slots(pool, tables, plan.commands, block_size=block_size)
+    return state._replace(pool=pool, tables=tables, named=named), kept & shared & forked
 
 
 def _grow_rows(
     state: EngineState, slots: jax.Array, added: jax.Array, block_size: int, most_blocks: int
 ) -> tuple[EngineState, jax.Array]:
-    """Lengthen the rows' sequences by added i32[R] tokens. Returns (state, ok bool[])."""
-    length = state.tables.length.at[slots].add(added, mode="drop")
-    most_blocks = min(most_blocks, state.tables.blocks.shape[1])
-    pool, tables, ok = grow(state.pool, state.tables, length, block_size=block_size, max_new_blocks=most_blocks)
-    return state._replace(pool=pool, tables=tables), ok
+    """Lengthen the rows' sequences by added i32[R] tokens, none of which will be written to a block of others.
+
+    Returns (state, ok bool[]).
+    """
+    num_slots, max_blocks = state.tables.blocks.shape
+    writes = jnp.zeros(num_slots, bool).at[slots].set(added > 0, mode="drop")
+    pool, tables, src, dst, apart = copy_on_write(state.pool, state.tables, writes, block_size=block_size)
+    cache = over_tiles(
+        dst > 0,
+        COPY_TILE,
+        lambda rows, cache: copy_cache_blocks(
+            cache, src.at[rows].get(mode="fill", fill_value=0), dst.at[rows].get(mode="fill", fill_value=0)
+        ),
+        state.cache,
+    )
+    length = tables.length.at[slots].add(added, mode="drop")
+    pool, tables, ok = grow(pool, tables, length, block_size=block_size, max_new_blocks=min(most_blocks, max_blocks))
+    return state._replace(cache=cache, pool=pool, tables=tables), apart & ok
 
 
 def _decode_rows(
@@ -224,6 +264,8 @@ def _emit(slots: SlotState, rows: jax.Array, tokens: jax.Array, sampled: jax.Arr
     )
 
 
-def _pack_result(tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState) -> jax.Array:
-    counts = [ok.astype(jnp.int32), steps, state.pool.num_free, state.tables.length.sum(dtype=jnp.int32)]
-    return jnp.concatenate([tokens.reshape(-1), left, jnp.stack(counts)])
+def _pack_result(
+    tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState, block_size: int
+) -> jax.Array:
+    counts = count_blocks(state.pool, state.tables, state.named, block_size=block_size)
+    return jnp.concatenate([tokens.reshape(-1), left, jnp.stack([ok.astype(jnp.int32), steps, *counts])])

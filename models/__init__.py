@@ -8,7 +8,7 @@ from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
-from .paged import KVPages, init_cache, paged_attend
+from .paged import KVPages, copy_cache_blocks, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
@@ -22,6 +22,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",
+    "copy_cache_blocks",
     "describe_backend",
     "flatten_params",
     "init_cache",

@@ -28,6 +28,7 @@ from jpaged.allocator import (
     grow,
     init_pool,
     init_tables,
+    open_rows,
     release,
     share,
 )
@@ -78,10 +79,10 @@ class NumpyAllocator:
         self.blocks[rows], self.length[rows] = self.blocks[parent[rows]], self.length[parent[rows]]
         np.add.at(self.refcount, self.live(rows), 1)
 
-    def share(self, mask: np.ndarray, blocks: np.ndarray, length: np.ndarray) -> None:
-        rows = np.flatnonzero(mask)
-        self.blocks[rows], self.length[rows] = blocks[rows], length[rows]
-        np.add.at(self.refcount, self.live(rows), 1)
+    def share(self, rows: np.ndarray, columns: np.ndarray, ids: np.ndarray) -> None:
+        np.maximum.at(self.length, rows, (columns + 1) * BLOCK_SIZE)
+        self.blocks[rows, columns] = ids
+        np.add.at(self.refcount, ids, 1)
 
     def copy_on_write(self, mask: np.ndarray) -> None:
         rows = np.flatnonzero(mask & (self.length % BLOCK_SIZE != 0))
@@ -123,9 +124,10 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
     empty = np.flatnonzero(~active)
     parent = np.full(rows, -1, np.int32)
     parent[empty] = empty % max(1, rows // 8)
-    hits = np.isin(row, empty[:8])  # rows with a prefix hit: the blocks of eight others
-    hit_blocks, hit_length = np.zeros_like(state[1].blocks), np.zeros_like(state[1].length)
-    hit_blocks[hits], hit_length[hits] = state[1].blocks[:8], state[1].length[:8]
+    # Eight rows with a prefix hit of up to 16 blocks: those of eight others.
+    full = np.minimum(np.asarray(state[1].length[:8]) // BLOCK_SIZE, 16)
+    hits = np.array([(empty[s], column) for s in range(8) for column in range(full[s])], np.int32).reshape(-1, 2).T
+    hit_blocks = np.concatenate([state[1].blocks[s, : full[s]] for s in range(8)])
     size = {"block_size": BLOCK_SIZE}
 
     def grow_one(s: State) -> State:
@@ -136,7 +138,8 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
         return lambda s: release(*s, mask, **size), lambda n: n.release(mask), count == 0
 
     def share_rows(s: State) -> State:
-        return share(*s, jnp.asarray(hits), jnp.asarray(hit_blocks), jnp.asarray(hit_length), **size)[:2]
+        tables = open_rows(s[1], *hits, **size)[0]
+        return share(s[0], tables, *hits, hit_blocks, **size)[:2]
 
     def fork_rows(s: State) -> State:
         return fork(*s, jnp.asarray(parent), **size)[:2]
@@ -171,7 +174,7 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
         "release 1 row": release_rows(1),
         "release 8 rows": release_rows(8),
         f"release {rows} rows": release_rows(rows),
-        "share with 8 rows": (share_rows, lambda n: n.share(hits, hit_blocks, hit_length), False),
+        "share with 8 rows": (share_rows, lambda n: n.share(*hits, hit_blocks), False),
         f"fork {empty.size} rows": (fork_rows, lambda n: n.fork(parent), False),
         f"fork {empty.size} rows and write": (fork_and_write, numpy_fork_and_write, False),
     }

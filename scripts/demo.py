@@ -143,12 +143,12 @@ def show(prompt: str, answer: str, finish_reason: str | None, full: bool) -> Non
 def show_blocks(stats: EngineStats) -> None:
     """Prints how the KV blocks are used now, and were when most of them were used."""
     blocks = stats.blocks
-    peak = stats.peak_used_blocks
+    peak = stats.peak_blocks
     rows = (
-        ("used", blocks.used, peak),
-        ("cached (kept, in use by no prompt)", blocks.cached, "-"),
-        ("shared by several prompts", blocks.shared, "-"),
-        ("free", blocks.free, blocks.total - peak),
+        ("used", blocks.used, peak.used),
+        ("cached (kept, in use by no prompt)", blocks.cached, peak.cached),
+        ("shared by several prompts", blocks.shared, peak.shared),
+        ("free", blocks.free, peak.free),
         ("utilisation of used blocks", "-", f"{stats.peak_utilization:.1%}"),
     )
     print(f"{f'KV blocks of {stats.block_size} tokens':36}{'now':>8}{'at the peak':>14}")

@@ -28,7 +28,7 @@ BAD = (NONE + 1, NONE + 2, NONE + 3, NONE + 4)  # read -1, BLOCKS, 2**31 - 1, -2
 
 class Op(NamedTuple):
     code: int
-    rows: np.ndarray  # i32[ROWS]: new lengths, parents, or a mask
+    rows: np.ndarray  # i32[ROWS]: new lengths, parents, counts of blocks to share, or a mask
     places: np.ndarray  # i32[ROWS * COLUMNS]: blocks to share; hold and drop use the first SLOTS
     mask: np.ndarray  # bool[ROWS]: rows to share to
 
@@ -70,9 +70,14 @@ def apply(device: Device, op: Op) -> tuple[Device, Seen]:
         return Device(*allocator.release(pool, tables, mask, block_size=SIZE), slots, holds), yes, no_copies
 
     def do_share():
-        blocks = ids.reshape(ROWS, COLUMNS)
-        new_pool, new_tables, ok = allocator.share(pool, tables, op.mask, blocks, op.rows, block_size=SIZE)
-        return Device(new_pool, new_tables, slots, holds), ok, no_copies
+        rows, columns = np.divmod(np.arange(ROWS * COLUMNS, dtype=np.int32), COLUMNS)
+        rows = jnp.where(op.mask[rows] & (columns < op.rows[rows]), rows, ROWS)
+        opened, open_ok = allocator.open_rows(tables, rows, columns, block_size=SIZE)
+        new_pool, new_tables, ok = allocator.share(pool, opened, rows, columns, ids[: ROWS * COLUMNS], block_size=SIZE)
+        ok = ok & open_ok
+        new = Device(new_pool, new_tables, slots, holds)
+        # Both or neither, as in a step, whose result is thrown away where one of its parts fails.
+        return jax.tree.map(lambda now, old: jnp.where(ok, now, old), new, device), ok, no_copies
 
     def do_fork():
         new_pool, new_tables, ok = allocator.fork(pool, tables, op.rows, block_size=SIZE)
@@ -168,15 +173,14 @@ class Model:
     def share(self, op: Op) -> bool:
         taken = {}
         for s in np.flatnonzero(op.mask):
-            length = int(op.rows[s])
-            if self.rows[s] or not 0 <= length <= COLUMNS * SIZE:
-                return False
-            blocks = [self.at(place) for place in op.places.reshape(ROWS, COLUMNS)[s, : needed(length)]]
-            if None in blocks or len(set(blocks)) != len(blocks):
+            count = int(op.rows[s])
+            blocks = [self.at(place) for place in op.places.reshape(ROWS, COLUMNS)[s, :count]]
+            if blocks and (self.rows[s] or None in blocks or len(set(blocks)) != len(blocks)):
                 return False
             taken[s] = blocks
         for s, blocks in taken.items():
-            self.rows[s], self.length[s] = blocks, int(op.rows[s])
+            if blocks:
+                self.rows[s], self.length[s] = blocks, len(blocks) * SIZE
         return True
 
     def fork(self, op: Op) -> bool:

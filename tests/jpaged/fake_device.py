@@ -1,74 +1,173 @@
 """A device in plain Python that runs schedules as the real step does, and checks what the scheduler promised."""
 
+from collections import Counter
+
 import numpy as np
 
 from jpaged.request import Request
 from jpaged.scheduler import Schedule, Scheduler
 
 
-def next_token(tokens: list[int], vocab: int = 97) -> int:
-    """A model: the next token depends on every token before it."""
-    state = 7
+def next_token(tokens: list[int], seed: int, vocab: int = 97) -> int:
+    """A model: the next token depends on every token before it, and on the seed."""
+    state = 7 + seed
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
     return state % vocab
 
 
 class FakeDevice:
-    """Slots with tokens; blocks are counted, and running out is an error as it would be on the device."""
+    """Blocks that hold tokens instead of keys and values; running out is an error as it would be on the device.
+
+    A sequence is read from its blocks, so a block shared with the wrong content, or written by two, shows.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
         slots = self.config.max_num_seqs
-        self.cached: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V are in the cache
+        self.free = list(range(1, self.config.num_blocks))
+        self.content: dict[int, list[int]] = {}
+        self.owners: Counter[int] = Counter()
+        self.taker: dict[int, int] = {}  # block -> the slot it was allocated for
+        self.tables: list[list[int]] = [[] for _ in range(slots)]
+        self.length = [0] * slots
+        self.named: dict[int, int] = {}  # name -> block
         self.last: list[int | None] = [None] * slots
         self.left = [0] * slots
+        self.seed = [0] * slots
         self.stop_ids: list[set[int]] = [set() for _ in range(slots)]
+        self.computed = 0  # tokens of prompts
 
     @property
     def used_blocks(self) -> int:
-        return sum(-(-len(tokens) // self.config.block_size) for tokens in self.cached)
+        return self.config.num_blocks - 1 - len(self.free)
+
+    def cached(self, slot: int) -> list[int]:
+        """The tokens that the slot's sequence finds in its blocks."""
+        tokens = [token for block in self.tables[slot] for token in self.content[block]]
+        assert len(tokens) >= self.length[slot]
+        return tokens[: self.length[slot]]
 
     def run(self, plan: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        assert sum(map(len, plan.orders)) <= self.config.max_orders
+        self._name(plan.name_first)
         for slot in plan.release:
-            self.cached[slot], self.last[slot], self.left[slot] = [], None, 0
+            for block in self.tables[slot]:
+                self._let_go(block)
+            self.tables[slot], self.length[slot], self.last[slot], self.left[slot] = [], 0, None, 0
+        for _, _, name in plan.drop:
+            self._let_go(self.named.pop(name))
         for request in plan.admit:
-            assert not self.cached[request.slot], "admitted to a slot whose blocks were not released"
+            assert not self.tables[request.slot], "admitted to a slot whose blocks were not released"
             self.left[request.slot] = request.max_tokens - len(request.output_token_ids)
+            self.seed[request.slot] = request.seed
             self.stop_ids[request.slot] = set(sorted(request.stop_ids)[: self.config.max_stop_ids])
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         rows = [*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.prefill)]
         assert len(set(rows)) == len(rows)
         out = np.full((self.config.decode_steps if not plan.prefill else 1, len(rows)), -1)
-        for chunk in plan.prefill:
-            assert len(self.cached[chunk.slot]) == chunk.start
-            self.cached[chunk.slot] += chunk.request.token_range(chunk.start, chunk.start + chunk.length)
+        self._start_chunks(plan)
         for step in range(plan.num_steps):
             ended = any(self.left[slot] == 0 for slot in plan.decode_slots)
             if step and plan.stop_early and ended:
                 break
             for row, slot in enumerate(plan.decode_slots.tolist()):
                 if self.left[slot]:
-                    self.cached[slot].append(self.last[slot])
+                    self._part(slot)
+                    self._write(slot, self.last[slot])
                     out[step, row] = self._emit(slot)
         for row, chunk in enumerate(plan.prefill, start=len(plan.decode)):
             if chunk.last:
                 out[0, row] = self._emit(chunk.slot)
-        assert self.used_blocks <= self.config.num_blocks - 1, "out of blocks"
         return out, np.array([self.left[slot] for slot in rows], np.int64)
 
+    def _start_chunks(self, plan: Schedule) -> None:
+        """Blocks first, then names, then what is shared, then every chunk writes and forks are made."""
+        size = self.config.block_size
+        for slot in {slot for slot, _, _ in plan.share}:
+            columns = [column for other, column, _ in plan.share if other == slot]
+            assert columns == list(range(len(columns))) and not self.tables[slot]
+            self.tables[slot] = [0] * len(columns)
+            self.length[slot] = size * len(columns)
+        chunks = [chunk for chunk in plan.prefill if chunk.length]
+        for before, chunk in zip(plan.prefill, plan.prefill[1:], strict=False):
+            if not chunk.length:  # a fork samples from the row before it
+                assert chunk.last and before.last and chunk.request.group is before.request.group
+        for chunk in chunks:
+            assert self.length[chunk.slot] == chunk.start
+            while len(self.tables[chunk.slot]) * size < chunk.start + chunk.length:
+                self.tables[chunk.slot].append(self._take(chunk.slot))
+        self._name(plan.name)
+        for slot, column, name in plan.share:
+            self.tables[slot][column] = self.named[name]
+            self.owners[self.named[name]] += 1
+        for chunk in chunks:
+            for token in chunk.request.token_range(chunk.start, chunk.start + chunk.length):
+                self._write(chunk.slot, token)
+            self.computed += chunk.length
+        for slot, parent, _ in plan.fork:
+            assert not self.tables[slot] and self.length[parent]
+            self.tables[slot], self.length[slot] = list(self.tables[parent]), self.length[parent]
+            for block in self.tables[slot]:
+                self.owners[block] += 1
+        for chunk in plan.prefill:  # all have been written before any is read
+            known = chunk.request.token_range(0, chunk.start + chunk.length)
+            assert self.cached(chunk.slot) == known, "the blocks do not hold the request's tokens"
+
+    def _part(self, slot: int) -> None:
+        """Copy on write: a last block that others have too is theirs from now on."""
+        column, offset = divmod(self.length[slot], self.config.block_size)
+        if not offset:
+            return
+        block = self.tables[slot][column]
+        if self.owners[block] - (block in self.named.values()) > 1:
+            self.tables[slot][column] = self._take(slot)
+            self.content[self.tables[slot][column]] = list(self.content[block])
+            self._let_go(block)
+        else:
+            self.taker[block] = slot
+
+    def _write(self, slot: int, token: int) -> None:
+        column, offset = divmod(self.length[slot], self.config.block_size)
+        if column == len(self.tables[slot]):
+            self.tables[slot].append(self._take(slot))
+        block = self.tables[slot][column]
+        assert self.taker[block] == slot, "written by one that only shares it"
+        assert len(self.content[block]) == offset
+        self.content[block].append(token)
+        self.length[slot] += 1
+
     def _emit(self, slot: int) -> int:
-        token = next_token(self.cached[slot])
+        token = next_token(self.cached(slot), self.seed[slot])
         self.last[slot] = token
         self.left[slot] = 0 if token in self.stop_ids[slot] else self.left[slot] - 1
         return token
+
+    def _name(self, orders: list[tuple[int, int, int]]) -> None:
+        for slot, column, name in orders:
+            block = self.tables[slot][column]
+            assert block and name not in self.named and block not in self.named.values()
+            self.named[name] = block
+            self.owners[block] += 1
+
+    def _take(self, slot: int) -> int:
+        assert self.free, "out of blocks"
+        block = self.free.pop(0)
+        self.content[block], self.owners[block], self.taker[block] = [], 1, slot
+        return block
+
+    def _let_go(self, block: int) -> None:
+        self.owners[block] -= 1
+        if not self.owners[block]:
+            self.free.append(block)
+            del self.content[block]
 
 
 def expected_output(request: Request) -> list[int]:
     """What a request must yield, computed on its own."""
     tokens, out = list(request.prompt_token_ids), []
     while len(out) < request.max_tokens:
-        out.append(next_token(tokens))
+        out.append(next_token(tokens, request.seed))
         tokens.append(out[-1])
         if out[-1] in request.stop_ids:
             break

@@ -22,6 +22,7 @@ from jpaged.allocator import (
     hold,
     init_pool,
     init_tables,
+    open_rows,
     release,
     share,
 )
@@ -37,6 +38,7 @@ def jitted(operation: Callable) -> Callable:
 
 do_grow = functools.partial(jitted(grow), max_new_blocks=COLUMNS)
 do_release, do_share, do_fork, do_write = map(jitted, (release, share, fork, copy_on_write))
+do_open = jitted(open_rows)
 do_audit, do_hold, do_drop = jitted(audit), jax.jit(hold), jax.jit(drop)
 
 
@@ -200,24 +202,33 @@ def test_fork_is_all_or_nothing(parent: tuple[int, ...]) -> None:
     assert not ok and same((new_pool, new_tables), (pool, tables))
 
 
-@pytest.mark.parametrize("change", ["free", "null", "past", "negative", "twice", "long", "negative length", "full"])
+@pytest.mark.parametrize("change", ["free", "null", "past", "negative", "twice", "entry twice", "not open", "outside"])
 def test_share_is_all_or_nothing(change: str) -> None:
     pool, tables = begin(2 * SIZE, 0, 0, 0)
-    blocks, length, mask = np.zeros((ROWS, COLUMNS), np.int32), np.zeros(ROWS, np.int32), np.zeros(ROWS, bool)
-    blocks[1:3, :2], length[1:3], mask[1:3] = (1, 2), (SIZE + 1, 2 * SIZE), True
-    blocks[3], length[3] = -7, 99  # not in the mask: not looked at
-    *state, ok = do_share(pool, tables, mask, blocks, length)
-    assert ok and sound(*state) and state[0].refcount[1:3].tolist() == [3, 3]
+    at, columns, ids = np.array([1, 1, 2, ROWS], np.int32), np.array([0, 1, 0, -7], np.int32), ints(1, 2, 1, 99)
+    opened, ok = do_open(tables, at, columns)
+    assert ok and opened.length.tolist() == [2 * SIZE, 2 * SIZE, SIZE, 0]
+    *state, ok = do_share(pool, opened, at, columns, ids)
+    assert ok and sound(*state) and state[0].refcount[1:3].tolist() == [3, 2]
+    assert state[1].blocks[1:3, :2].tolist() == [[1, 2], [1, 0]]
 
     bad_block = {"free": 5, "null": 0, "past": BLOCKS, "negative": -1, "twice": 1}
     if change in bad_block:
-        blocks[2, 1] = bad_block[change]
-    elif change == "full":
-        mask[0] = True
+        ids = ids.at[1].set(bad_block[change])
+    elif change == "entry twice":
+        columns[1] = 0
     else:
-        length[2] = {"long": COLUMNS * SIZE + 1, "negative length": -1}[change]
-    *new, ok = do_share(pool, tables, mask, blocks, length)
-    assert not ok and same(tuple(new), (pool, tables))
+        at[2], columns[2] = {"not open": (3, 0), "outside": (2, COLUMNS)}[change]
+    *new, ok = do_share(pool, opened, at, columns, ids)
+    assert not ok and same(tuple(new), (pool, opened))
+
+
+@pytest.mark.parametrize("place", [(0, 1), (-1, 0), (ROWS + 1, 0), (1, -1), (1, COLUMNS)])
+def test_only_empty_rows_are_opened(place: tuple[int, int]) -> None:
+    _, tables = begin(2 * SIZE, 0, 0, 0)
+    row, column = place
+    new, ok = do_open(tables, ints(2, row), ints(0, column))
+    assert not ok and same(new, tables)
 
 
 def test_hold_and_drop_count_duplicates() -> None:
@@ -272,8 +283,8 @@ def test_state_is_updated_in_place() -> None:
         (lambda p, t: release(p, t, ints(1, 0, 0, 0), block_size=4), r"mask must be bool\[4\]"),
         (lambda p, t: release(p, t, rows(1), block_size=0), "block_size must be at least 1"),
         (
-            lambda p, t: share(p, t, rows(1), ints(1), ints(1, 1, 1, 1), block_size=4),
-            r"blocks must be int32\[4, 4\]",
+            lambda p, t: share(p, t, ints(1), ints(0), ints(1), block_size=0),
+            "block_size must be at least 1",
         ),
         (lambda p, t: hold(p, jnp.zeros((1, 1), jnp.int32)), "ids must be a vector of int32"),
         (lambda p, t: drop(p, jnp.zeros(1)), "ids must be a vector of int32"),

@@ -87,7 +87,8 @@ class Mirror:
         elif op.code == FORK:
             self.tokens = np.where((op.rows != -1)[:, None], self.tokens[op.rows], self.tokens)
         elif op.code == SHARE:  # a prefix hit: what others wrote is taken as it is
-            self.tokens = np.where(op.mask[:, None], self.pages[slot], self.tokens)
+            shared = op.mask & (op.rows > 0)
+            self.tokens = np.where(shared[:, None], self.pages[slot], self.tokens)
         elif op.code == GROW:
             new = inside & (self.tokens == -1)
             self.tokens[new] = self.stamp + np.arange(1, new.sum() + 1)
@@ -126,10 +127,8 @@ def pick_op(model: Model, code: int, rng: np.random.Generator) -> Op:
             if odd:
                 sources = list(rng.integers(0, BAD[-1] + 1, COLUMNS))
             sources = sources[:COLUMNS]
-            rows[s] = rng.integers(0, len(sources) * SIZE + 1)
+            rows[s] = rng.integers(0, len(sources) + 1)
             places |= {int(s) * COLUMNS + j: int(place) for j, place in enumerate(sources)}
-            if odd and rng.random() < 0.2:
-                rows[s] = rng.choice([-1, COLUMNS * SIZE + 1, 2**31 - 1, -(2**31)])
         return make_op(SHARE, rows=rows, places=places, mask=mask)
     if code == FORK:
         parent = np.full(ROWS, -1)

@@ -43,6 +43,24 @@ def test_one_prompt_gives_one_output(llm, prompt):
     assert output.outputs[0].token_ids == greedy_reference([5, 6], 6)
 
 
+def test_prefix_cache_salt_pin_and_reset():
+    llm = LLM(dataclasses.replace(tiny_model(), tokenizer=word_tokenizer()), warm_up=False, **SIZES)
+    text = " ".join(f"w{i}" for i in range(30, 41))
+    hits = [0]
+    for prompt in (text, text, {"prompt": text, "cache_salt": "a"}, {"prompt": text, "cache_salt": "a"}):
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == greedy_reference(list(range(30, 41)), 6)
+        hits.append(llm.stats().prefix_cache.hit_tokens)
+    assert np.diff(hits).tolist() == [0, 8, 0, 8]
+    pinned = llm.pin_prefix({"prompt": text, "cache_salt": "a"})
+    assert pinned.num_tokens == 8 and llm.stats().prefix_cache.pinned_blocks == 2
+    llm.unpin_prefix(pinned)
+    assert llm.pin_prefix("w50 w51 w52 w53").num_tokens == 4
+    assert llm.reset_prefix_cache()
+    stats = llm.stats()
+    assert stats.prefix_cache.pinned_blocks == 0 and stats.blocks.free == stats.blocks.total
+
+
 def test_text_is_the_tokens_without_the_one_that_ended_it(llm):
     path = greedy_reference([5, 6], 6)
     (output,) = llm.generate("w5 w6", dataclasses.replace(GREEDY, stop_token_ids=(path[3],)), use_tqdm=False)

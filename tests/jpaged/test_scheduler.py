@@ -40,7 +40,7 @@ class Loop:
 
     def step(self):
         plan = self.scheduler.schedule()
-        current = (plan, *self.device.run(plan)) if plan.has_rows or plan.release else None
+        current = (plan, *self.device.run(plan)) if plan.has_work else None
         if plan.has_rows:
             self.plans.append(plan)
         done = current
@@ -51,16 +51,23 @@ class Loop:
         else:
             assert self.pending or not self.scheduler.has_unfinished(), "nothing runs and nothing waits: stuck"
         # The host's count never says more is free than really is.
-        counted = int(self.scheduler.reserved.sum())
-        assert counted == self.scheduler.reserved_total
-        assert self.device.used_blocks <= counted
+        counts, index = self.scheduler.counts, self.scheduler.index
+        assert counts.private == (counts.reserved - counts.named).sum() and (counts.named >= 0).all()
+        assert self.scheduler.free_blocks >= 0
+        assert self.device.used_blocks <= counts.private + index.num_named
+        assert len(self.device.named) == index.num_named - len(self.scheduler.to_name)
+        locked = [block for request in self.scheduler.running.values() for block in request.chain]
+        assert all(block.locks == locked.count(block) for block in index.blocks.values() if not block.pins)
+        assert index.num_evictable == sum(not block.locks for block in index.blocks.values())
 
     def run(self, limit=10_000):
         for _ in range(limit):
             if not (self.pending or self.scheduler.has_unfinished()):
-                assert self.scheduler.free_blocks == self.scheduler.usable_blocks
-                assert self.device.used_blocks == 0
-                assert not self.scheduler.in_flight.any()
+                cached = len(self.scheduler.index.blocks)
+                assert self.device.used_blocks == len(self.device.named) == cached == self.scheduler.index.num_named
+                assert self.scheduler.available_blocks == self.scheduler.usable_blocks
+                assert self.scheduler.free_blocks == self.scheduler.usable_blocks - cached
+                assert not self.scheduler.counts.in_flight.any()
                 assert len(self.scheduler.free_slots) == self.scheduler.config.max_num_seqs
                 return
             self.step()
@@ -110,18 +117,28 @@ def test_any_traffic(data):
         watermark=data.draw(st.sampled_from([0.0, 0.1])),
         async_scheduling=data.draw(st.booleans()),
         max_stop_ids=data.draw(st.sampled_from([1, 4])),
+        enable_prefix_caching=data.draw(st.sampled_from([True, True, False])),
     )
+    alike = data.draw(st.booleans())  # prompts that begin like others
     loop, live = Loop(config), []
     for number in range(data.draw(st.integers(1, 25))):
         prompt_len = data.draw(st.integers(1, max_len - 1))
         stop = tuple(data.draw(st.lists(st.integers(0, 96), max_size=3)))
-        request = make_request(f"r{number}", prompt_len, data.draw(st.integers(1, max_len - prompt_len)), stop)
+        name = data.draw(st.sampled_from("ab")) if alike else f"r{number}"
+        request = make_request(name, prompt_len, data.draw(st.integers(1, max_len - prompt_len)), stop)
+        if alike and live and data.draw(st.booleans()):  # the next turn of a conversation
+            last = data.draw(st.sampled_from(live))
+            request.prompt_token_ids = (last.prompt_token_ids + last.output_token_ids)[:prompt_len]
+        request.add_siblings(data.draw(st.sampled_from([1, 1, 1, 2, 5])))
         loop.scheduler.add(request)
-        live.append(request)
+        live += request.group
         for _ in range(data.draw(st.integers(0, 3))):
             loop.step()
         if data.draw(st.integers(0, 5)) == 0:
-            loop.scheduler.abort(data.draw(st.sampled_from(live)))
+            for request in data.draw(st.sampled_from(live)).group:
+                loop.scheduler.abort(request)
+        if data.draw(st.integers(0, 9)) == 0:
+            loop.scheduler.reset_prefix_cache()
     loop.run()
     for request in live:
         expected = expected_output(request)
@@ -129,6 +146,39 @@ def test_any_traffic(data):
             assert request.output_token_ids == expected[: len(request.output_token_ids)]
         else:
             assert request.output_token_ids == expected
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("prompt_len", [1, 8, 11])
+def test_forks_share_the_prompt(caching, prompt_len):
+    """One computes the prompt, all its blocks are shared, and only a last one that is not full is copied."""
+    loop = Loop(make_config(max_num_seqs=8, enable_prefix_caching=caching, async_scheduling=False))
+    leader = make_request("a", prompt_len, 2)
+    leader.add_siblings(8)
+    loop.scheduler.add(leader)
+    loop.step()
+    full = prompt_len // 4
+    assert loop.device.used_blocks == -(-prompt_len // 4)
+    assert loop.scheduler.counts.private == (8 if prompt_len % 4 else 0)
+    loop.step()
+    assert loop.device.used_blocks == full + 8
+    loop.run()
+    assert loop.device.computed == prompt_len
+    assert [request.output_token_ids for request in leader.group] == [expected_output(each) for each in leader.group]
+    assert len({request.output_token_ids[0] for request in leader.group}) == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_pool_or_a_batch_too_small_for_all_forks(caching):
+    """Forks without a slot, or without blocks, run later."""
+    for sizes in (dict(num_blocks=17), dict(max_num_seqs=3), dict(max_num_batched_tokens=20)):
+        loop = Loop(make_config(**{"max_num_seqs": 8, **sizes}, enable_prefix_caching=caching))
+        leader = make_request("a", 18, 20)
+        leader.add_siblings(8)
+        loop.scheduler.add(leader)
+        loop.run()
+        assert all(request.output_token_ids == expected_output(request) for request in leader.group)
+        assert caching <= (loop.device.computed < 8 * 18)
 
 
 def test_first_come_first_served():

@@ -1,0 +1,91 @@
+"""What each slot's sequence has and may still get, in tokens and blocks: the scheduler's arithmetic. Imports no JAX.
+
+The device allocates blocks inside the step; the host only counts them. `reserved[slot]` is the most blocks that the
+slot's sequence can own once every step already dispatched has run, `named[slot]` how many of them have a name (see
+prefix_index.py). Named blocks are counted once, by the index, whoever shares them, so
+
+    blocks in use  <=  sum(reserved - named) + blocks with a name
+
+and a schedule that keeps the right side within the pool cannot make the device run out. Counts do not depend on token
+values, which is why a step can be planned before the tokens of the one before it are read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jpaged.config import EngineConfig
+
+
+class SlotCounts:
+    """Arrays with one entry for each slot."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        slots = config.max_num_seqs
+        self.block_size = config.block_size
+        self.reserved = np.zeros(slots, np.int64)  # blocks
+        self.named = np.zeros(slots, np.int64)  # of them, those with a name
+        self.private = 0  # blocks without a name, over all slots
+        self.kv_known = np.zeros(slots, np.int64)  # tokens in the cache by the last results read
+        self.left_known = np.zeros(slots, np.int64)  # tokens still to sample, likewise
+        self.in_flight = np.zeros(slots, np.int64)  # decode iterations dispatched since
+        self.decoding = np.zeros(slots, bool)
+        self.epoch = np.zeros(slots, np.int64)  # counts the owners of a slot
+        self.order = np.zeros(slots, np.int64)  # admission number of the owner
+        self.admissions = 0
+
+    def left(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens each slot still has to sample if every dispatched iteration yields one."""
+        return np.maximum(self.left_known[slots] - self.in_flight[slots], 0)
+
+    def kv_tokens(self, slots: np.ndarray) -> np.ndarray:
+        """Most tokens each slot has in the cache once the dispatched steps have run."""
+        return self.kv_known[slots] + np.minimum(self.left_known[slots], self.in_flight[slots])
+
+    def growth(self, slots: np.ndarray, tokens: int | np.ndarray) -> np.ndarray:
+        """Blocks each slot would have to add to hold `tokens` more."""
+        wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size)
+        return np.maximum(wanted - self.reserved[slots], 0)
+
+    def begin(self, slot: int, tokens: int, left: int, named: int) -> None:
+        """A sequence takes the slot: `tokens` to compute, `named` blocks of them shared, `left` tokens to sample."""
+        self.epoch[slot] += 1
+        self.admissions += 1
+        self.order[slot] = self.admissions
+        self.kv_known[slot] = tokens
+        self.left_known[slot] = left
+        self.reserved[slot] = -(-tokens // self.block_size)
+        self.named[slot] = named
+        self.private += int(self.reserved[slot]) - named
+
+    def add_named(self, slot: int) -> None:
+        """One of the slot's blocks got a name."""
+        self.named[slot] += 1
+        self.private -= 1
+
+    def end(self, slot: int) -> None:
+        """The plan that is being made releases the slot's blocks before it allocates."""
+        self.private -= int(self.reserved[slot] - self.named[slot])
+        self.reserved[slot] = self.named[slot] = 0
+        self.decoding[slot] = False
+        self.kv_known[slot] = self.left_known[slot] = self.in_flight[slot] = 0
+        self.epoch[slot] += 1
+
+    def plan_iterations(self, slots: np.ndarray, steps: int) -> None:
+        """Each slot decodes up to `steps` times."""
+        self.in_flight[slots] += steps
+        self._reserve(slots)
+
+    def settle(self, slots: np.ndarray, epochs: np.ndarray, steps: int, counts: np.ndarray) -> None:
+        """Replace what a step was planned to do by what it did: it may have left its loop early."""
+        live = self.epoch[slots] == epochs
+        slots, counts = slots[live], counts[live]
+        self.in_flight[slots] -= steps
+        self.kv_known[slots] += counts
+        self.left_known[slots] -= counts
+        self._reserve(slots)
+
+    def _reserve(self, slots: np.ndarray) -> None:
+        before = self.reserved[slots].sum()
+        self.reserved[slots] = -(-self.kv_tokens(slots) // self.block_size)
+        self.private += int(self.reserved[slots].sum() - before)
