@@ -91,6 +91,8 @@ class Engine:
             arrival_time=self.clock(),
             root_key=self._root_key(cache_salt),
         )
+        if params.n > 1:
+            request.add_siblings(params.n)
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -114,8 +116,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. An id that is unknown or has finished is left alone."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
+        first = self.requests.pop(request_id, None)
+        for request in first.group if first is not None else ():
             self.scheduler.abort(request)
             request.finished_time = self.clock()
 
@@ -149,7 +151,10 @@ class Engine:
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> list[Request]:
-        """Plan and dispatch one step, read the one before it. Returns the requests that got tokens or finished."""
+        """Plan and dispatch one step, read the one before it. Returns the requests that got tokens or finished.
+
+        Each output of a prompt with several (`params.n`) is a request of its own with the same id: see `Request.group`.
+        """
         timing, clock = StepTiming(), self.clock
         start = clock()
         schedule = self.scheduler.schedule()
@@ -226,8 +231,8 @@ class Engine:
             request.last_token_time = arrived
             if request.finished:
                 request.finished_time = arrived
-                self.requests.pop(request.request_id, None)
-                self.collector.finished += 1
+                if request.group_finished and self.requests.pop(request.request_id, None) is not None:
+                    self.collector.finished += 1
         if schedule.has_rows:
             prompt = sum(chunk.length for chunk in schedule.prefill)
             generated = int((result.tokens >= 0).sum())

@@ -244,9 +244,10 @@ class LLM:
         with tqdm(total=len(expected), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished():
                 for request in self.engine.step():
-                    if request.finished and request.request_id in expected:
-                        outputs[request.request_id] = self._to_output(request)
-                        tokens += len(request.output_token_ids)
+                    request_id = request.request_id
+                    if request.group_finished and request_id in expected and request_id not in outputs:
+                        outputs[request_id] = self._to_output(request)
+                        tokens += sum(len(each.output_token_ids) for each in request.group)
                         rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
                         bar.update()
@@ -278,10 +279,14 @@ class LLM:
         return item, text
 
     def _to_output(self, request: Request) -> RequestOutput:
-        ids = request.output_token_ids
-        shown = ids[:-1] if request.finish_reason == "stop" else ids  # the token that ended it is no text
-        text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
-        return make_output(request, [make_completion(request, text)])
+        """All outputs of the request's prompt."""
+        completions = []
+        for each in request.group:
+            ids = each.output_token_ids
+            shown = ids[:-1] if each.finish_reason == "stop" else ids  # the token that ended it is no text
+            text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
+            completions.append(make_completion(each, text, each.index))
+        return make_output(request.group[0], completions)
 
 
 def _salt_of(item: Prompt) -> str | None:

@@ -23,7 +23,7 @@ class SamplingParams:
     max_tokens      most tokens to generate; None is as many as the model's length allows
     stop_token_ids  tokens that end the output, besides the model's end-of-sequence tokens
     ignore_eos      go on after an end-of-sequence token
-    n               outputs per prompt; only 1 so far
+    n               outputs per prompt, the i-th (from 0) with seed + i; the prompt is computed once
     """
 
     temperature: float = 1.0
@@ -52,8 +52,10 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be at least 1, or None for the model's limit, got {self.max_tokens!r}")
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        if _integer("n", self.n) != 1:
-            raise ValueError(f"n must be 1 (one output per prompt), got {self.n!r}")
+        if _integer("n", self.n) < 1:
+            raise ValueError(f"n must be at least 1, got {self.n!r}")
+        if self.n > 1 and self.temperature == 0.0:
+            raise ValueError(f"n must be 1 with temperature 0, where all outputs would be the same; got {self.n!r}")
 
         if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, "__iter__"):
             raise ValueError(f"stop_token_ids must be a sequence of token ids, got {self.stop_token_ids!r}")

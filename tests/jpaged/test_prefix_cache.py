@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny import finish, greedy_reference, make_prompts, run_all, tiny_engine
 
 from jpaged import SamplingParams
@@ -147,92 +144,3 @@ def test_pinned_blocks_stay():
     engine.unpin_prefix(pinned)
     assert engine.stats().prefix_cache.pinned_blocks == 0
     assert engine.reset_prefix_cache() and engine.stats().blocks.free == engine.stats().blocks.total
-
-
-class SharingMachine(RuleBasedStateMachine):
-    """Requests that begin alike, aborts, preemption, pins and resets in any order, on a pool that is too small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine = tiny_engine(**SHORT_OF_MEMORY)
-        self.requests = []
-        self.pins = []
-
-    @rule(head=st.integers(0, 2), length=st.integers(1, 50), own=st.integers(0, 3), count=st.integers(1, 3))
-    def add(self, head: int, length: int, own: int, count: int) -> None:
-        prompt = [(11 * head + 3 * i) % 90 + 3 for i in range(length)] + [50 + own] * own
-        self.add_prompts([prompt] * count)
-
-    @rule(data=st.data())
-    def go_on(self, data: st.DataObject) -> None:
-        if self.requests:
-            last = data.draw(st.sampled_from(self.requests))
-            self.add_prompts([(last.prompt_token_ids + last.output_token_ids)[:60]])
-
-    @rule(count=st.integers(1, 4))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step()
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        if self.engine.requests:
-            self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
-
-    @rule()
-    def preempt(self) -> None:
-        """A plan in which the last sequence has to go."""
-        scheduler = self.engine.scheduler
-        pick = scheduler._pick_decode
-
-        def preempt_and_pick(plan):
-            scheduler._preempt_last(plan)
-            pick(plan)
-
-        scheduler._pick_decode = preempt_and_pick
-        try:
-            self.engine.step()
-        finally:
-            del scheduler._pick_decode
-
-    @rule()
-    def reset(self) -> None:
-        self.engine.reset_prefix_cache()
-
-    @rule(data=st.data())
-    def pin_or_unpin(self, data: st.DataObject) -> None:
-        if self.pins and data.draw(st.booleans()):
-            self.engine.unpin_prefix(self.pins.pop())
-        elif self.requests:
-            try:
-                self.pins.append(self.engine.pin_prefix(data.draw(st.sampled_from(self.requests)).prompt_token_ids))
-            except ValueError as error:
-                assert "blocks would be pinned" in str(error)
-
-    @invariant()
-    def is_sound(self) -> None:
-        self.engine.audit()
-
-    def teardown(self) -> None:
-        for pin in self.pins:
-            self.engine.unpin_prefix(pin)
-        finish(self.engine)
-        self.engine.reset_prefix_cache()
-        self.engine.audit()
-        assert self.engine.stats().blocks.free == self.engine.stats().blocks.total
-        for request in self.requests:
-            count = len(request.output_token_ids)
-            assert request.finish_reason == "abort" or count == request.max_tokens
-            assert request.output_token_ids == greedy_reference(request.prompt_token_ids, request.max_tokens)[:count]
-
-    def add_prompts(self, prompts: list[list[int]]) -> None:
-        for prompt in prompts:
-            request_id = str(len(self.requests))
-            params = SamplingParams(temperature=0, max_tokens=1 + len(self.requests) % 9, ignore_eos=True)
-            self.requests.append(self.engine.add_request(request_id, prompt, params))
-
-
-SharingMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestSharingMachine = SharingMachine.TestCase
