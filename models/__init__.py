@@ -2,13 +2,14 @@
 
 from pallas_kernels import describe_backend
 
+from .cache_blocks import copy_cache_blocks
 from .config import ModelConfig
 from .decoder import Attend, Decoder
 from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
-from .paged import KVPages, copy_cache_blocks, init_cache, paged_attend
+from .paged import KVPages, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 

@@ -34,8 +34,3 @@ def paged_attend(batch: PagedBatch, backend: str = "auto") -> Attend:
         return pallas_kernels.paged_attention(q, cache, batch, scale=scale, backend=backend), cache
 
     return attend
-
-
-def copy_cache_blocks(cache: tuple[KVPages, ...], src: jax.Array, dst: jax.Array) -> tuple[KVPages, ...]:
-    """Block ``src[i]`` copied over block ``dst[i]`` in every layer; i32[C] each, (0, 0) does nothing."""
-    return tuple(pallas_kernels.copy_blocks(pages, src, dst) for pages in cache)

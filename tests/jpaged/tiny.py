@@ -77,19 +77,16 @@ def _forward(loaded_key: tuple[str, int], length: int):
 
 def greedy_reference(prompt: list[int], count: int, *, ignore_eos: bool = True, seed: int = 0) -> list[int]:
     """Greedy continuation computed without a cache, one whole forward pass a token (padded to one length)."""
+    loaded, length = tiny_model(seed=seed), 128
     out: list[int] = []
     while len(out) < count:
-        out.append(_next_greedy((*prompt, *out), seed))
+        tokens = [*prompt, *out]
+        padded = jnp.asarray(tokens + [0] * (length - len(tokens)))
+        logits = _forward(("float32", seed), length)(loaded.params, padded)
+        out.append(int(jnp.argmax(logits[len(tokens) - 1])))
         if out[-1] == 2 and not ignore_eos:
             break
     return out
-
-
-@functools.lru_cache(maxsize=100_000)
-def _next_greedy(tokens: tuple[int, ...], seed: int) -> int:
-    loaded, length = tiny_model(seed=seed), 128
-    padded = jnp.asarray([*tokens, *[0] * (length - len(tokens))])
-    return int(jnp.argmax(_forward(("float32", seed), length)(loaded.params, padded)[len(tokens) - 1]))
 
 
 def tiny_config(**changes) -> EngineConfig:
