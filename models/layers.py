@@ -1,11 +1,18 @@
-"""The two layers everything is made of. Weights are ``[out, in]``, as checkpoints store them; sums are in float32."""
+"""The layers everything is made of. Weights are ``[out, in]``, as checkpoints store them; sums are in float32."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from pallas_kernels.cpu import linear as cpu_linear
+
 FEW_ROWS = 64  # up to here, on CPU, the weights go on the left of a product
+
+
+def is_packed(weight: jax.Array) -> bool:
+    """Whether a weight is in the layout of the native CPU kernels; else it is [out, in]."""
+    return weight.ndim == 4
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -52,20 +59,6 @@ def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(rows, table.dtype)
 
 
-class Linear(nnx.Module):
-    """y [T, out] = x [T, in] times weight [out, in] transposed (+ bias), in x's dtype."""
-
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
-        self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.bias is None:
-            return matmul(x, self.weight[...], x.dtype)
-        y = matmul(x, self.weight[...]) + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
-
-
 class RMSNorm(nnx.Module):
     """Scale the last axis to unit root mean square, times a weight; inside in float32."""
 
@@ -77,3 +70,68 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y [T, out] = x [T, in] times weight [out, in] transposed (+ bias), in x's dtype.
+
+    The weight may be packed for the native CPU kernels (``packing``), which do in one pass over x what is otherwise a
+    chain of operations.
+    """
+
+    gated = False
+
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype):
+        self.features = features_out
+        self.weight = nnx.Param(jnp.zeros((self.rows, features_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((self.rows,), dtype)) if bias else None
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return self.features
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        live: jax.Array | None = None,
+    ) -> jax.Array:
+        """The product of norm(x), plus residual [T, out]. ``live`` i32[]: rows from there on are padding."""
+        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        if is_packed(weight):
+            scale, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
+            return cpu_linear.linear(
+                x,
+                weight,
+                self.features,
+                norm=scale,
+                eps=eps,
+                bias=bias,
+                residual=residual,
+                gated=self.gated,
+                live=live,
+            )
+        y = self.multiply(x if norm is None else norm(x), weight, bias)
+        return y if residual is None else residual + y
+
+    def multiply(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        if bias is None:
+            return matmul(x, weight, x.dtype)
+        return (matmul(x, weight) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedLinear(Linear):
+    """silu(gate) * up, [T, out]: a weight [2 out, in] with all the gate's rows, then all those of up."""
+
+    gated = True
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.features
+
+    def multiply(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        gate, up = jnp.split(super().multiply(x, weight, bias).astype(jnp.float32), 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)

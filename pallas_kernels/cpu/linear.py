@@ -1,4 +1,9 @@
-"""Products with weights packed for the native kernels (layout: src/kernels.h)."""
+"""Products with packed weights by the native kernels (`src/linear.h`).
+
+A weight [N, K] is packed as [ceil(N / 32), ceil(K / v), 32, v], where v values fill four bytes (1 float32, 2 bfloat16)
+and zeros fill up rows and columns: each panel of 32 outputs is one stream of memory, read once for all rows of x. A
+gated weight (a gate's N rows, then the N rows it multiplies) has the two panel by panel, a gate and then its factor.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,98 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cpu.library import require_library as load
+from pallas_kernels.checks import fail
+from pallas_kernels.cpu.library import require_library
 
-PANEL = 32  # output columns of a panel
+PANEL = 32
+WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
-def pack_weight(weight: jax.Array, gated: bool = False) -> jax.Array:
-    """[N, K] float32 or bfloat16 -> [ceil(N / 32), ceil(K / v), 32, v], v values to four bytes, zeros as padding."""
+def pack_weight(weight: jax.Array | np.ndarray, *, gated: bool = False) -> np.ndarray:
+    """[N, K] float32 or bfloat16 ([2 N, K] if gated) -> [panels, steps, 32, v], on the host.
+
+    Raises ValueError for another shape or dtype.
+    """
+    weight = np.asarray(weight)
+    if weight.ndim != 2 or weight.dtype.name not in WEIGHT_DTYPES:
+        fail("weight", f"{weight.dtype}{weight.shape}", f"[N, K] of {' or '.join(WEIGHT_DTYPES)}")
+    if gated:
+        if weight.shape[0] % 2:
+            fail("weight", f"{weight.shape[0]} rows", "an even number: gates, then what they multiply")
+        halves = [pack_weight(half) for half in np.split(weight, 2)]
+        return np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
     n, k = weight.shape
     v = 4 // weight.dtype.itemsize
-    if gated:
-        gate, up = (pack_weight(half) for half in jnp.split(weight, 2))
-        return jnp.stack([gate, up], axis=1).reshape(-1, *gate.shape[1:])
     panels, steps = -(-n // PANEL), -(-k // v)
-    padded = jnp.pad(weight, ((0, panels * PANEL - n), (0, steps * v - k)))
-    return padded.reshape(panels, PANEL, steps, v).swapaxes(1, 2)
+    padded = np.zeros((panels * PANEL, steps * v), weight.dtype)
+    padded[:n, :k] = weight
+    # Four bytes at a time, whatever they hold: NumPy moves integers fast.
+    words = padded.view(np.uint32).reshape(panels, PANEL, steps)
+    return np.ascontiguousarray(words.swapaxes(1, 2)).view(weight.dtype).reshape(panels, steps, PANEL, v)
 
 
 def linear(
-    x, weight, features, *, norm=None, eps=0.0, bias=None, residual=None, live=None, gated=False, dtype=None, set=""
-):
-    load()
-    dtype = dtype or x.dtype
-    none = jnp.zeros(0, x.dtype)
+    x: jax.Array,
+    weight: jax.Array,
+    features: int,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    gated: bool = False,
+    live: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    instruction_set: str = "",
+) -> jax.Array:
+    """norm(x) times weight transposed, + bias, gated, + residual: [T, features].
+
+    Sums are float32 and run over K in order, so a row's result does not depend on the other rows.
+
+    Args:
+        x: [T, K], float32 or bfloat16.
+        weight: packed, of x's dtype.
+        features: N, the outputs.
+        norm: [K]; x is scaled to unit root mean square (plus `eps` under the root), times this, rounded to x's dtype.
+        bias: [N], or [2 N] if gated, added to the products.
+        residual: [T, N] of the result's dtype, added to the rounded result.
+        gated: the result is silu(gate) * factor of the two halves of a gated weight.
+        live: i32[]; rows from here on are padding, left out, and 0 in the result. None: all rows count.
+        dtype: of the result, x's (by default) or float32.
+
+    Raises:
+        ValueError: operands that do not fit, or no native kernels here.
+    """
+    require_library()
+    dtype = jnp.dtype(dtype or x.dtype)
+    v = 4 // x.dtype.itemsize
+    panels = -(-features // PANEL) * (2 if gated else 1)
+    if x.ndim != 2 or x.dtype.name not in WEIGHT_DTYPES:
+        fail("x", f"{x.dtype}{x.shape}", f"[T, K] of {' or '.join(WEIGHT_DTYPES)}")
+    packed = (panels, -(-x.shape[1] // v), PANEL, v)
+    if weight.shape != packed or weight.dtype != x.dtype:
+        fail("weight", f"{weight.dtype}{weight.shape}", f"{x.dtype}{packed}, packed for x {x.shape}")
+    if dtype not in (x.dtype, jnp.float32):
+        fail("dtype", dtype, f"{x.dtype} or float32")
+    given = {
+        "norm": (norm, (x.shape[1],), x.dtype),
+        "bias": (bias, (features * (2 if gated else 1),), x.dtype),
+        "residual": (residual, (x.shape[0], features), dtype),
+        "live": (None if live is None else live.reshape(1), (1,), jnp.dtype(jnp.int32)),
+    }
+    operands = []
+    for name, (operand, shape, wanted) in given.items():
+        if operand is not None and (operand.shape, operand.dtype) != (shape, wanted):
+            fail(name, f"{operand.dtype}{operand.shape}", f"None or {wanted}{shape}")
+        operands.append(jnp.zeros(0, wanted) if operand is None else operand)
     call = jax.ffi.ffi_call("jpaged_cpu_linear", jax.ShapeDtypeStruct((x.shape[0], features), dtype))
-    return call(
-        x,
-        weight,
-        none if norm is None else norm,
-        none if bias is None else bias,
-        jnp.zeros(0, dtype) if residual is None else residual,
-        jnp.zeros(0, jnp.int32) if live is None else live.reshape(1),
-        eps=np.float32(eps),
-        gated=gated,
-        set=set,
-    )
+    return call(x, weight, *operands, eps=np.float32(eps), gated=gated, set=instruction_set)
+
+
+def take_rows(
+    weight: jax.Array, ids: jax.Array, rows: int, features: int, *, instruction_set: str = ""
+) -> jax.Array:
+    """Rows `ids` i32[T] of a packed weight [rows, features]: [T, features]. Ids outside are clipped."""
+    require_library()
+    call = jax.ffi.ffi_call("jpaged_cpu_take_rows", jax.ShapeDtypeStruct((*ids.shape, features), weight.dtype))
+    return call(weight, ids, rows=np.int64(rows), set=instruction_set)

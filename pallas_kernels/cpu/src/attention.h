@@ -56,18 +56,14 @@ struct Places {
       i += run;
     }
   }
-
-  // Starts to read it all: keys to be used soon, values a little later.
-  void fetch(int64_t count, int64_t dim) const {
-    const int64_t bytes = dim * sizeof(T);
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const char*>(k[i]) + b, 0, 3);
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const char*>(v[i]) + b, 0, 2);
-    }
-  }
 };
+
+// Starts to read n values. A burst of these would only wait for the memory: they are spread over the work on other keys.
+template <class T>
+inline void fetch(const T* values, int64_t n) {
+  const char* p = reinterpret_cast<const char*>(values);
+  for (int64_t b = 0; b < int64_t(n * sizeof(T)); b += 64) __builtin_prefetch(p + b, 0, 3);
+}
 
 // Which of the keys [at, at + count) the row at `position` sees: [first, last) counted from `at`.
 inline void see(const Attention& a, int64_t position, int64_t at, int64_t count, int64_t* first, int64_t* last) {
@@ -117,8 +113,10 @@ inline void score_four(const float* q, int64_t width, const typename S::T* const
   vf acc[R][4] = {};
   int64_t d = 0;
   auto step = [&](const vf(&key)[4]) {
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const vf query = load_as<vf>(q + r * width + d);
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) acc[r][j] += query * key[j];
     }
   };
@@ -131,37 +129,52 @@ inline void score_four(const float* q, int64_t width, const typename S::T* const
     for (int j = 0; j < 4; ++j) key[j] = load_part<S>(k[j] + d, dim - d);
     step(key);
   }
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sum_four(out + r * TILE, acc[r]);
 }
 
 // acc [R][width] at columns [d, d + C * W) = acc * factor + weights [R][TILE] times values.
 template <class S, int R, int C>
 inline void add_columns(const float* weights, const typename S::T* const* v, int64_t first, int64_t last, int64_t d,
-                        const float* factor, float* acc, int64_t width) {
+                        const float* factor, float* acc, int64_t width, const typename S::T* const* ahead,
+                        int64_t to_fetch) {
   vf sums[R][C];
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) sums[r][c] = load_as<vf>(acc + r * width + d + c * W) * factor[r];
   }
   for (int64_t t = first; t < last; ++t) {
+    if (t - first < to_fetch) fetch(ahead[t - first] + d, C * W);
     vf value[C];
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) value[c] = S::load(v[t] + d + c * W);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const vf weight = splat(weights[r * TILE + t]);
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] += weight * value[c];
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) store(acc + r * width + d + c * W, sums[r][c]);
   }
 }
 
 template <class S, int R>
 inline void add_values(const float* weights, const typename S::T* const* v, int64_t first, int64_t last, int64_t dim,
-                       const float* factor, float* acc, int64_t width) {
+                       const float* factor, float* acc, int64_t width, const typename S::T* const* ahead,
+                       int64_t to_fetch) {
   constexpr int C = W == 16 ? 4 : 2;
   int64_t d = 0;
-  for (; d + C * W <= dim; d += C * W) add_columns<S, R, C>(weights, v, first, last, d, factor, acc, width);
-  for (; d + W <= dim; d += W) add_columns<S, R, 1>(weights, v, first, last, d, factor, acc, width);
+  for (; d + C * W <= dim; d += C * W) {
+    add_columns<S, R, C>(weights, v, first, last, d, factor, acc, width, ahead, to_fetch);
+  }
+  for (; d + W <= dim; d += W) {
+    add_columns<S, R, 1>(weights, v, first, last, d, factor, acc, width, ahead, to_fetch);
+  }
   for (; d < dim; ++d) {
     for (int r = 0; r < R; ++r) {
       float sum = acc[r * width + d] * factor[r];
@@ -171,14 +184,17 @@ inline void add_values(const float* weights, const typename S::T* const* v, int6
   }
 }
 
-// The rows [r, r + R) of a piece against one tile of keys.
+// The rows [r, r + R) of a piece against one tile of keys. Meanwhile fetches the first `to_fetch` of the keys and values
+// `ahead`.
 template <class S, int R>
 inline void attend_rows(const Attention& a, const Piece& piece, const Sizes& size, const float* q, int64_t r, int64_t at,
-                        int64_t count, Places<S>& places, const Partial& partial) {
+                        int64_t count, const Places<S>& places, const Places<S>& ahead, int64_t to_fetch,
+                        const Partial& partial) {
   alignas(64) float scores[R * TILE];
   for (int64_t t = 0; t < count; t += 4) {
     const typename S::T* keys[4];
     for (int64_t j = 0; j < 4; ++j) keys[j] = places.k[std::min(t + j, count - 1)];
+    for (int64_t j = t; j < std::min(t + 4, to_fetch); ++j) fetch(ahead.k[j], size.dim);
     score_four<S, R>(q + r * size.width, size.width, keys, size.dim, scores + t);
   }
   float factor[R];
@@ -199,7 +215,8 @@ inline void attend_rows(const Attention& a, const Piece& piece, const Sizes& siz
       for (int64_t t = first; t < last; ++t) line[t] *= places.v_scale[t];
     }
   }
-  add_values<S, R>(scores, places.v, from, to, size.dim, factor, partial.acc + r * size.width, size.width);
+  add_values<S, R>(scores, places.v, from, to, size.dim, factor, partial.acc + r * size.width, size.width, ahead.v,
+                   to_fetch);
 }
 
 template <class S>
@@ -211,15 +228,20 @@ void attend_few(const Attention& a, const Piece& piece, const Sizes& size, const
   int now = 0;
   for (int64_t at = piece.begin; at < piece.end; at += TILE, now ^= 1) {
     const int64_t next = at + TILE;
+    int64_t to_fetch = 0;  // by the first rows; then it is done
     if (next < piece.end) {
-      places[now ^ 1].find(a, piece, next, count(next));
-      places[now ^ 1].fetch(count(next), size.dim);
+      to_fetch = count(next);
+      places[now ^ 1].find(a, piece, next, to_fetch);
     }
+    auto attend = [&](auto width, int64_t r) {
+      attend_rows<S, decltype(width)::value>(a, piece, size, q, r, at, count(at), places[now], places[now ^ 1],
+                                             r == 0 ? to_fetch : 0, partial);
+    };
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) attend_rows<S, 4>(a, piece, size, q, r, at, count(at), places[now], partial);
-    if (rows - r == 3) attend_rows<S, 3>(a, piece, size, q, r, at, count(at), places[now], partial);
-    if (rows - r == 2) attend_rows<S, 2>(a, piece, size, q, r, at, count(at), places[now], partial);
-    if (rows - r == 1) attend_rows<S, 1>(a, piece, size, q, r, at, count(at), places[now], partial);
+    for (; r + 4 <= rows; r += 4) attend(std::integral_constant<int, 4>(), r);
+    if (rows - r == 3) attend(std::integral_constant<int, 3>(), r);
+    if (rows - r == 2) attend(std::integral_constant<int, 2>(), r);
+    if (rows - r == 1) attend(std::integral_constant<int, 1>(), r);
   }
 }
 
@@ -232,12 +254,14 @@ void multiply_into(int64_t steps, const float* x, int64_t x_stride, const float*
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
     vf acc[M][NV] = {};
     if (factor) {
+#pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         for (int j = 0; j < NV; ++j) acc[i][j] = load_as<vf>(out + i * stride + c + j * W) * factor[i];
       }
     }
     const char* w = reinterpret_cast<const char*>(panel + c);
     multiply_tile<StepF32, M>(steps, reinterpret_cast<const char*>(x), x_stride * 4, w, acc, w, 0);
+#pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
       for (int j = 0; j < NV; ++j) store(out + i * stride + c + j * W, acc[i][j]);
     }
@@ -266,7 +290,6 @@ void attend_many(const Attention& a, const Piece& piece, const Sizes& size, cons
   for (int64_t at = piece.begin; at < piece.end; at += TILE) {
     const int64_t count = std::min(TILE, piece.end - at);
     places.find(a, piece, at, count);
-    places.fetch(count, size.dim);
     for (int64_t t = 0; t < TILE; ++t) {
       float* column = keys + t / kPanel * size.dim * kPanel + t % kPanel;
       if (t < count) {
