@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels where a C++ compiler is at hand; everything else about the package is in pyproject.toml.
+"""Builds the native CPU kernels where a C++ compiler is at hand; all else about the package is in pyproject.toml.
 
 Each instruction set is a compilation of its own of `isa.cc`; which one runs is decided on the machine that runs it, so
 that a wheel works on every processor of its architecture. Without a compiler, or without the headers in the jaxlib
@@ -36,8 +36,8 @@ class BuildKernels(build_ext):
 
         include = Path(jaxlib.__file__).parent / "include"
         x86 = platform.machine() in ("x86_64", "AMD64")
-        # From the smallest set to the largest: of an inline function that several hold the linker keeps the first, which
-        # then runs everywhere.
+        # From the smallest set to the largest: of an inline function that several hold the linker keeps the first,
+        # which then runs everywhere.
         jobs = [("ffi", "ffi.cc", ["-DJPAGED_HAVE_X86_SETS"] if x86 else [])]
         sets = {"plain": [], **(X86_SETS if x86 else {})}
         jobs += [(name, "isa.cc", [*flags, f"-DJPAGED_ISA={name}"]) for name, flags in sets.items()]

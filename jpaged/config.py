@@ -24,6 +24,8 @@ class EngineConfig:
     decode_steps            most decode iterations in one dispatch
     watermark               share of the pool that admission leaves free for running sequences to grow into
     async_scheduling        plan a step while the previous one runs
+    attention_backend       what reads and writes the pages: "auto" or a name of pallas_kernels' backends
+    linear_backend          products: "cpu" (packed weights, the native kernels), "xla" or "auto"
     kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
     enable_prefix_caching   keep the full blocks of what was computed for later prompts that begin alike
     """
@@ -38,6 +40,7 @@ class EngineConfig:
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jpaged_models import LoadedModel, Tokenizer, load_model
+from jpaged_models import LoadedModel, Tokenizer, load_model, pack_model, pick_linear_backend
 from tqdm import tqdm
 
 from jpaged.compilation_cache import enable_compilation_cache
@@ -79,6 +79,7 @@ class LLM:
         async_scheduling: bool = True,
         enable_prefix_caching: bool = True,
         attention_backend: str = "auto",
+        linear_backend: str = "auto",
         warm_up: bool = True,
         compilation_cache_dir: str | Path | None = None,
         progress: bool = True,
@@ -113,9 +114,13 @@ class LLM:
             async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
             attention_backend=attention_backend,
+            linear_backend=linear_backend,
             kv_cache_dtype=kv_cache_dtype,
         )
         self.loaded = self.loaded.with_max_length(max_model_len)
+        if pick_linear_backend(linear_backend) == "cpu":
+            # What was loaded here is nobody else's: it need not stay in memory twice.
+            self.loaded = pack_model(self.loaded, consume=not isinstance(model, LoadedModel))
         self.engine = Engine(self.loaded, self.config, seed=seed)
         self._ids = itertools.count()
         if warm_up:

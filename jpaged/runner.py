@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jpaged_models import LoadedModel
+from jpaged_models import LoadedModel, pack_model, pick_linear_backend
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.config import EngineConfig, pick_bucket
@@ -78,6 +78,8 @@ class Runner:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.config = config
+        if pick_linear_backend(config.linear_backend) == "cpu":
+            loaded = pack_model(loaded)
         self.params = loaded.params
         self.programs = build_programs(loaded.graphdef, config)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))

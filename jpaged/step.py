@@ -94,7 +94,7 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
     )
     model = merge_params(spec.graphdef, params)
     attend = paged_attend(batch, spec.attention_backend)
-    hidden, cache = model(tokens, positions, state.cache, attend)
+    hidden, cache = model(tokens, positions, state.cache, attend, live=starts[-1])
     # The last token of each row [R, H]: for a fork, which has no tokens here, that of the row before it.
     final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")
     sampled = (row < plan.num_sampled) & ok
@@ -131,7 +131,7 @@ def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.
         active = left_in(state.slots) > 0
         state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), spec.block_size, 1)
         active &= ok
-        state, drawn = _decode_rows(spec, model, state, plan.slots, active, sampling)
+        state, drawn = _decode_rows(spec, model, state, plan.slots, plan.num_rows, active, sampling)
         return step + 1, state, out.at[step].set(drawn, mode="drop"), ok
 
     out = jnp.full((spec.decode_steps, layout.rows), -1, jnp.int32)
@@ -201,10 +201,14 @@ def _decode_rows(
     model: Decoder,
     state: EngineState,
     slots: jax.Array,
+    num_rows: jax.Array,
     active: jax.Array,
     sampling: SamplingState,
 ) -> tuple[EngineState, jax.Array]:
-    """One token for every row in active bool[R], whose table already has room. Returns (state, tokens i32[R])."""
+    """One token for every row in active bool[R], whose table already has room; all are among the first num_rows i32[].
+
+    Returns (state, tokens i32[R]).
+    """
     block_size = spec.block_size
     tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
     lengths = jnp.where(active, state.tables.length.at[slots].get(mode="fill", fill_value=0), 0)
@@ -218,8 +222,9 @@ def _decode_rows(
         num_decode=None,
     )
     tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
-    hidden, cache = model(tokens, positions, state.cache, paged_attend(batch, spec.attention_backend))
-    drawn = sample(model.logits(hidden), sampling, lengths)
+    attend = paged_attend(batch, spec.attention_backend)
+    hidden, cache = model(tokens, positions, state.cache, attend, live=num_rows)
+    drawn = sample(model.logits(hidden, live=num_rows), sampling, lengths)
     slot_state, _ = _emit(state.slots, slots, drawn, active)
     return state._replace(cache=cache, slots=slot_state), jnp.where(active, drawn, -1)
 
@@ -242,6 +247,8 @@ def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> ja
     The head is the widest product of a step and most rows of a prefill step need none: it runs on the smallest of
     a few row counts that covers them.
     """
+    if model.skips_padding:
+        return model.logits(hidden, live=count)
     rows = hidden.shape[0]
     sizes = [*(n for n in HEAD_ROWS if n < rows), rows]
     branches = [lambda n=n: jnp.pad(model.logits(hidden[:n]), ((0, rows - n), (0, 0))) for n in sizes]

@@ -9,11 +9,13 @@ from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
+from .packing import LINEAR_BACKENDS, pack_model, pick_linear_backend
 from .paged import KVPages, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "LINEAR_BACKENDS",
     "Attend",
     "CheckpointError",
     "ConfigError",
@@ -30,7 +32,9 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "merge_params",
+    "pack_model",
     "paged_attend",
     "param_shapes",
+    "pick_linear_backend",
     "save_checkpoint",
 ]

@@ -9,6 +9,8 @@ from .rope import RopeConfig
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_WINDOW = 4096  # of a config that does not name sliding_window, as in transformers
 _NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -40,6 +42,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k before rotation
+    windows: tuple[int | None, ...] = ()  # one a layer: tokens a query sees, itself included, None: all; (): all None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # what the checkpoint says it is stored in
@@ -55,6 +58,8 @@ class ModelConfig:
                 f"the number of attention heads ({self.num_heads}) must be a multiple of the number of "
                 f"key/value heads ({self.num_kv_heads})"
             )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"windows must be () or one for each of {self.num_layers} layers, got {self.windows}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
@@ -72,7 +77,6 @@ class ModelConfig:
         activation = hf.get("hidden_act", "silu")
         if activation not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}")
-        _refuse_sliding_window(hf)
         hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
         head_dim = hf.get("head_dim")
         if head_dim is None and model_type == "qwen3":
@@ -99,6 +103,7 @@ class ModelConfig:
             attention_out_bias=bias,
             mlp_bias=bool(hf.get("mlp_bias", False)) and model_type == "llama",
             qk_norm=model_type == "qwen3",
+            windows=_read_windows(hf),
             bos_token_id=first_id(hf.get("bos_token_id")),
             eos_token_ids=token_ids(hf.get("eos_token_id")),
             dtype=hf.get("dtype") or hf.get("torch_dtype"),
@@ -138,21 +143,31 @@ def first_id(value: Any) -> int | None:
     return next(iter(token_ids(value)), None)
 
 
-def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
-    window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
-    kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
-    if kinds and not (kinds == {"sliding_attention"} and window is None):
-        raise ConfigError(f"layer_types {sorted(kinds)} are not supported; allowed: full_attention")
-    if window is None or window >= hf["max_position_embeddings"]:
-        return  # no sequence is long enough for the window to hide anything
-    if hf["model_type"] == "mistral":
-        slides = True
-    elif hf["model_type"] == "llama":
-        slides = False  # transformers' Llama has no window and ignores the key
-    else:
-        slides = bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 28) < layers
-    if slides:
-        raise ConfigError(
-            f"sliding window attention (sliding_window={window}) is not supported; allowed: null, or at "
-            f"least max_position_embeddings ({hf['max_position_embeddings']})"
-        )
+def _read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's sliding window, as transformers understands the config; () if none hides anything."""
+    family, layers = hf["model_type"], hf["num_hidden_layers"]
+    window, kinds = hf.get("sliding_window", DEFAULT_WINDOW), list(hf.get("layer_types") or ())
+    unknown = sorted(set(kinds) - set(LAYER_TYPES))
+    if unknown:
+        raise ConfigError(f"layer_types {unknown} are not supported; allowed: {', '.join(LAYER_TYPES)}")
+    if not isinstance(layers, int) or (kinds and len(kinds) != layers):
+        raise ConfigError(f"layer_types must name num_hidden_layers={layers!r} layers, got {len(kinds)}")
+    if family in ("qwen2", "qwen3"):
+        if not hf.get("use_sliding_window", False):
+            window = None
+        first = hf.get("max_window_layers", 28)
+        kinds = kinds or [LAYER_TYPES[i >= first] for i in range(layers)]
+    else:  # all alike; Llama has no window in transformers, which ignores the key
+        kind = LAYER_TYPES[family == "mistral"]
+        if window is not None and set(kinds) - {kind}:
+            raise ConfigError(
+                f"layer_types {sorted(set(kinds))} are not supported in a {family} model; allowed: {kind}"
+            )
+        kinds = [kind] * layers
+    if window is None or "sliding_attention" not in kinds:
+        return ()
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ConfigError(f"sliding_window must be null or a positive integer, got {window!r}")
+    if window >= hf["max_position_embeddings"]:
+        return ()  # no sequence is long enough for the window to hide anything
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

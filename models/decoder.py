@@ -15,56 +15,62 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .config import ModelConfig
-from .layers import Linear, RMSNorm, matmul, take_rows
-from .rope import rotary_table, rotate
+from pallas_kernels import AttentionSpec
 
-# (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], layer_cache, scale) -> (out [T,Hq,D], layer_cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, float], tuple[jax.Array, Any]]
+from .config import ModelConfig
+from .layers import GatedLinear, Linear, RMSNorm, is_packed, multiply_head, take_rows
+from .rope import rotary_table
+
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, f32[T, D/2]
+# (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], rotary, layer_cache, the layer's options) -> (out [T,Hq,D], layer_cache);
+# q and k are still to be rotated.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Rotary, Any, AttentionSpec], tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None):
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.spec = AttentionSpec(scale=c.head_dim**-0.5, window=window)
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv = Linear(c.hidden_size, fused, bias=c.qkv_bias, dtype=dtype)  # outputs: all q, all k, all v
         self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias, dtype=dtype)
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
 
-    def __call__(self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        qkv = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
+    def __call__(
+        self, x: jax.Array, norm: RMSNorm, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """x + attention(norm(x)), [T, H], and the layer's cache."""
+        qkv = self.qkv(x, norm=norm, live=live).reshape(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = jnp.split(qkv, [self.heads, self.heads + self.kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        seen, cache = attend(q, k, v, cache, self.head_dim**-0.5)  # [T, Hq, D]
-        return self.out(seen.reshape(x.shape[0], -1)), cache
+        seen, cache = attend(q, k, v, rotary, cache, self.spec)  # [T, Hq, D]
+        return self.out(seen.reshape(x.shape[0], -1), residual=x, live=live), cache
 
 
 class Mlp(nnx.Module):
     def __init__(self, c: ModelConfig, dtype: jnp.dtype):
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+        self.gate_up = GatedLinear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=1)  # [T, F] each
-        gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return self.down(gated.astype(x.dtype))
+    def __call__(self, x: jax.Array, norm: RMSNorm, live: jax.Array | None) -> jax.Array:
+        """x + mlp(norm(x)), [T, H]."""
+        return self.down(self.gate_up(x, norm=norm, live=live), residual=x, live=live)
 
 
 class Block(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None):
         self.attention_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(c, dtype)
+        self.attention = Attention(c, dtype, window)
         self.mlp_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.mlp = Mlp(c, dtype)
 
-    def __call__(self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        seen, cache = self.attention(self.attention_norm(x), rotary, cache, attend)
-        x = x + seen
-        return x + self.mlp(self.mlp_norm(x)), cache
+    def __call__(
+        self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        x, cache = self.attention(x, self.attention_norm, rotary, cache, attend, live)
+        return self.mlp(x, self.mlp_norm, live), cache
 
 
 class Decoder(nnx.Module):
@@ -77,27 +83,39 @@ class Decoder(nnx.Module):
         c = config
         self.config = c
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), dtype))
-        self.layers = nnx.List([Block(c, dtype) for _ in range(c.num_layers)])
+        self.layers = nnx.List([Block(c, dtype, window) for window in c.windows or (None,) * c.num_layers])
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=dtype)
         self.head = head
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: tuple[Any, ...], attend: Attend
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: tuple[Any, ...],
+        attend: Attend,
+        live: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """tokens i32[T], positions i32[T], one cache per layer -> (hidden [T, H] after the last norm, cache).
 
-        Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped.
+        Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped. ``live`` i32[]: rows
+        from there on are padding, whose results are unspecified; packed weights make their products free.
         """
-        x = take_rows(self.embedding[...], tokens)  # [T, H]
+        x = take_rows(self.embedding[...], tokens, self.config.vocab_size, self.config.hidden_size)  # [T, H]
         # The barrier: or XLA computes sines and cosines again in every layer that uses them.
         rotary = lax.optimization_barrier(rotary_table(self.config.rope, self.config.head_dim, positions))
         updated = []
         for block, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = block(x, rotary, layer_cache, attend)
+            x, layer_cache = block(x, rotary, layer_cache, attend, live)
             updated.append(layer_cache)
         return self.norm(x), tuple(updated)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, H] -> f32[R, V]."""
-        return matmul(hidden, self.embedding[...] if self.head is None else self.head.weight[...])
+    def logits(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """hidden [R, H] -> f32[R, V]; rows from ``live`` i32[] on are unspecified."""
+        weight = self.embedding[...] if self.head is None else self.head.weight[...]
+        return multiply_head(hidden, weight, self.config.vocab_size, live)
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether rows from ``live`` on cost nothing."""
+        return is_packed(self.embedding[...])

@@ -45,13 +45,22 @@ def _weights_on_the_left(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> j
     return lax.optimization_barrier(_product(weight, x).astype(dtype)).T
 
 
-def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """table[ids], [T, H] from [V, H]; ids i32[T] outside [0, V) are clipped.
+def multiply_head(hidden: jax.Array, weight: jax.Array, vocab: int, live: jax.Array | None) -> jax.Array:
+    """hidden [R, H] times a head's weight, [V, H] or packed: logits f32[R, V]."""
+    if is_packed(weight):
+        return cpu_linear.linear(hidden, weight, vocab, live=live, dtype=jnp.float32)
+    return matmul(hidden, weight)
+
+
+def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int) -> jax.Array:
+    """table[ids], [T, H] from [V, H] or packed; ids i32[T] outside [0, V) are clipped.
 
     bfloat16 rows are gathered as bits: XLA:CPU turns a gather of bfloat16 into one of float32 and converts the whole
     table first, in every step. The barrier ties the table to the ids: or XLA moves the change of type out of a decode
     loop, where it becomes a copy of the table.
     """
+    if is_packed(table):
+        return cpu_linear.take_rows(table, ids, vocab, features)
     if table.dtype != jnp.bfloat16:
         return table.at[ids].get(mode="clip")
     table, ids = lax.optimization_barrier((table, ids))

@@ -6,11 +6,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import available_backends
+from pallas_kernels.cpu.library import require_library
 from pallas_kernels.cpu.linear import pack_weight
 
 from .layers import Linear, is_packed
 from .load import LoadedModel
 from .params import abstract_decoder
+
+LINEAR_BACKENDS = ("auto", "cpu", "xla")
+
+
+def pick_linear_backend(name: str) -> str:
+    """What "auto" is here: "cpu" (packed weights and the native kernels) where those are at hand, else "xla".
+
+    Raises ValueError for another name, or for "cpu" without the kernels.
+    """
+    if name not in LINEAR_BACKENDS:
+        raise ValueError(f"linear_backend {name!r} is not known; allowed: {', '.join(LINEAR_BACKENDS)}")
+    if name == "auto":
+        return "cpu" if "cpu" in available_backends() else "xla"
+    if name == "cpu":
+        require_library()
+    return name
 
 
 def pack_model(loaded: LoadedModel, *, consume: bool = False) -> LoadedModel:

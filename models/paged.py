@@ -3,10 +3,10 @@
 import jax
 
 import pallas_kernels
-from pallas_kernels import KVPages, PagedBatch
+from pallas_kernels import AttentionSpec, KVPages, PagedBatch
 
 from .config import ModelConfig
-from .decoder import Attend
+from .decoder import Attend, Rotary
 
 
 def init_cache(
@@ -27,10 +27,15 @@ def init_cache(
 
 
 def paged_attend(batch: PagedBatch, backend: str = "auto") -> Attend:
-    """An ``attend`` that writes new keys and values to their slots, then lets the queries read pages."""
+    """An ``attend`` that rotates, writes new keys and values to their slots, then lets the queries read pages."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages, scale: float) -> tuple[jax.Array, KVPages]:
-        cache = pallas_kernels.write_kv(cache, k, v, batch.write_slots)
-        return pallas_kernels.paged_attention(q, cache, batch, scale=scale, backend=backend), cache
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: KVPages, spec: AttentionSpec
+    ) -> tuple[jax.Array, KVPages]:
+        cache, q = pallas_kernels.rotate_and_write(cache, q, k, v, batch.write_slots, rotary, backend=backend)
+        seen = pallas_kernels.paged_attention(
+            q, cache, batch, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, backend=backend
+        )
+        return seen, cache
 
     return attend

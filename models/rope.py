@@ -193,10 +193,3 @@ def rotary_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple
         frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = position * frequencies
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-
-
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [T, heads, D] by a ``rotary_table``: dimension i turns with i + D/2 (Hugging Face's pairs)."""
-    cos, sin = (t[:, None, :] for t in table)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

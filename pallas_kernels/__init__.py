@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import (
     rotate_and_write,
     write_kv,
 )
-from pallas_kernels.pages import KVPages, copy_blocks, init_pages
+from pallas_kernels.pages import KVPages, copy_blocks, init_pages, rotate
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.storage import KV_DTYPES, storage_dtype
 
@@ -23,6 +23,7 @@ __all__ = [
     "describe_backend",
     "init_pages",
     "paged_attention",
+    "rotate",
     "rotate_and_write",
     "storage_dtype",
     "write_kv",

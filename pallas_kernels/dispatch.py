@@ -26,9 +26,7 @@ from pallas_kernels.xla import attention as xla_attention
 # q [T, Hq, D], pages, batch, spec, sinks f32[Hq] or None -> (out [T, Hq, D] in q's dtype,
 # lse f32[T, Hq], or None unless spec.return_lse). Called with checked arguments, traced or not. A backend that
 # lacks something raises a ValueError that says what.
-Backend = Callable[
-    [jax.Array, KVPages, PagedBatch, AttentionSpec, jax.Array | None], tuple[jax.Array, jax.Array | None]
-]
+Backend = Callable[..., tuple[jax.Array, jax.Array | None]]
 
 BACKENDS: dict[str, Backend] = {
     "cpu": cpu_attention.attention,

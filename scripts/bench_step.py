@@ -25,12 +25,16 @@ from jpaged import EngineConfig
 from jpaged.config import KV_CACHE_DTYPES
 from jpaged.plan import HEADER
 from jpaged.runner import Runner
+from pallas_kernels import AttentionSpec, rotate
 
 
 def contiguous_attend(lengths: jax.Array) -> Any:
     """Attention over contiguous K and V [R, Hkv, L, D], one query row a sequence; lengths i32[R] with the new token."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> tuple[jax.Array, Any]:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec
+    ) -> tuple[jax.Array, Any]:
+        q, k = rotate(q, rotary), rotate(k, rotary)
         rows, heads, size, dim = cache[0].shape
         place = jax.vmap(lambda buffer, new, at: lax.dynamic_update_slice(buffer, new[:, None], (0, at, 0)))
         cache = tuple(
@@ -39,7 +43,7 @@ def contiguous_attend(lengths: jax.Array) -> Any:
         )
         keys, values = (lax.bitcast_convert_type(buffer, k.dtype) for buffer in cache)
         grouped = q.reshape(rows, heads, -1, dim)
-        scores = jnp.einsum("rhgd,rhld->rhgl", grouped, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("rhgd,rhld->rhgl", grouped, keys, preferred_element_type=jnp.float32) * spec.scale
         live = jnp.arange(size) < lengths[:, None, None, None]
         weights = jax.nn.softmax(jnp.where(live, scores, -jnp.inf), axis=-1).astype(values.dtype)
         seen = jnp.einsum("rhgl,rhld->rhgd", weights, values, preferred_element_type=jnp.float32)

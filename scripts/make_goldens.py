@@ -3,7 +3,7 @@
 
 In an environment with torch, transformers and numpy:
 
-    python scripts/make_goldens.py logits
+    python scripts/make_goldens.py logits [--family qwen3]
     python scripts/make_goldens.py greedy --name stories260k --model ../shared/models/stories260k
     python scripts/make_goldens.py greedy --name smollm2 --model FOLDER
     python scripts/make_goldens.py tokenizer --name smollm2 --model FOLDER
@@ -92,9 +92,9 @@ CHATS: list[list[dict[str, str]]] = [
 ]
 
 
-def make_logits() -> None:
+def make_logits(names: list[str]) -> None:
     """tests/goldens/logits_FAMILY.npz: config, tokens, logits of a prefill and of each step after it."""
-    for family in families.FAMILIES:
+    for family in names:
         hf = families.hf_config(family)
         config = transformers.AutoConfig.for_model(**hf)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
@@ -191,12 +191,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("logits", "greedy", "tokenizer"))
     parser.add_argument("--name", choices=tuple(PROMPTS))
+    parser.add_argument("--family", nargs="+", default=list(families.FAMILIES), help="for logits (default: all)")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     args = parser.parse_args()
     GOLDENS.mkdir(exist_ok=True)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     if args.what == "logits":
-        make_logits()
+        make_logits(args.family)
     elif args.name is None or args.model is None:
         parser.error(f"{args.what} needs --name and --model")
     else:

@@ -99,9 +99,7 @@ def linear(
     return call(x, weight, *operands, eps=np.float32(eps), gated=gated, set=instruction_set)
 
 
-def take_rows(
-    weight: jax.Array, ids: jax.Array, rows: int, features: int, *, instruction_set: str = ""
-) -> jax.Array:
+def take_rows(weight: jax.Array, ids: jax.Array, rows: int, features: int, *, instruction_set: str = "") -> jax.Array:
     """Rows `ids` i32[T] of a packed weight [rows, features]: [T, features]. Ids outside are clipped."""
     require_library()
     call = jax.ffi.ffi_call("jpaged_cpu_take_rows", jax.ShapeDtypeStruct((*ids.shape, features), weight.dtype))

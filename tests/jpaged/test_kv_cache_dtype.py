@@ -15,7 +15,7 @@ from tiny import contiguous_attend, finish, make_prompts, tiny_config, tiny_mode
 
 from jpaged import LLM, Engine, EngineConfig, SamplingParams
 from jpaged.config import KV_CACHE_DTYPES
-from pallas_kernels import KV_DTYPES
+from pallas_kernels import KV_DTYPES, rotate
 
 LENGTH = 64  # that all reference passes are padded to
 STORED_AS = {"bfloat16": "bfloat16", "float16": "float16", "int8": "int8", "fp8": "float8_e4m3fn"}
@@ -34,8 +34,10 @@ def rounded(x: jax.Array, name: str) -> jax.Array:
 def reference(name: str) -> Callable[[dict, jax.Array], jax.Array]:
     """Jitted (params, tokens i32[LENGTH]) -> logits f32[LENGTH, V], without a cache, of rounded K and V."""
 
-    def attend(q, k, v, *rest):
-        return contiguous_attend(q, rounded(k, name), rounded(v, name), *rest)
+    def attend(q, k, v, rotary, *rest):
+        still = tuple(jnp.full_like(x, value) for x, value in zip(rotary, (1.0, 0.0), strict=True))
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        return contiguous_attend(q, rounded(k, name), rounded(v, name), still, *rest)
 
     @jax.jit
     def run(params: dict, tokens: jax.Array) -> jax.Array:

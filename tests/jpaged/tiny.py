@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, Tokenizer, merge_params, param_shapes
+from jpaged_models.decoder import Rotary
 
 from jpaged import Engine, EngineConfig, SamplingParams
+from pallas_kernels import AttentionSpec, rotate
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -52,12 +54,17 @@ def word_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "w2"}, TEMPLATE)
 
 
-def contiguous_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, scale: float) -> tuple[jax.Array, None]:
+def contiguous_attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: None, spec: AttentionSpec
+) -> tuple[jax.Array, None]:
     """Causal attention over one whole sequence, no cache: q [T,Hq,D], k and v [T,Hkv,D]."""
+    q, k = rotate(q, rotary), rotate(k, rotary)
     group = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
+    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * spec.scale
     causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
+    if spec.window is not None:
+        causal &= ~jnp.tril(causal, -spec.window)
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest"), None
 

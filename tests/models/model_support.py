@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from jpaged_models import ModelConfig, merge_params
+from jpaged_models import ModelConfig, init_cache, merge_params, paged_attend
 from jpaged_models.weights import DictSource, load_params, recipes
+
+from pallas_kernels import AttentionSpec, PagedBatch, rotate
 
 
 def hf_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -51,11 +53,13 @@ def write_folder(
 def contiguous_attend(start: jax.Array) -> Any:
     """Attention of one sequence over a plain cache (k, v: [S, Hkv, D]), writing from ``start`` on."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> Any:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
+        q, k = rotate(q, rotary), rotate(k, rotary)
         keys, values = (jax.lax.dynamic_update_slice(c, x, (start, 0, 0)) for c, x in zip(cache, (k, v), strict=True))
         group = q.shape[1] // k.shape[1]
-        scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(keys, group, axis=1)) * scale
-        seen = jnp.arange(keys.shape[0])[None] <= start + jnp.arange(q.shape[0])[:, None]
+        scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(keys, group, axis=1)) * spec.scale
+        key, position = jnp.arange(keys.shape[0]), start + jnp.arange(q.shape[0])[:, None]
+        seen = (key <= position) & (key > position - (spec.window or keys.shape[0]))
         weights = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("hts,shd->thd", weights, jnp.repeat(values, group, axis=1)), (keys, values)
 
@@ -78,6 +82,31 @@ def contiguous_step(graphdef: Any) -> Any:
         return decoder.logits(hidden), cache
 
     return step
+
+
+def paged_logits(
+    config: ModelConfig, graphdef: Any, params: Any, tokens: np.ndarray, kv_dtype: str, block_size: int = 4
+) -> np.ndarray:
+    """Logits f32[T, V] of tokens i[T], all at once, that see one another through a paged cache of ``kv_dtype``."""
+    length = len(tokens)
+    blocks = -(-length // block_size)
+    positions = np.arange(length, dtype=np.int32)
+    batch = PagedBatch(
+        block_tables=np.arange(1, blocks + 1, dtype=np.int32)[None],
+        kv_lengths=np.array([length], np.int32),
+        write_slots=positions + block_size,
+        query_starts=np.array([0, length], np.int32),
+        num_decode=np.int32(0),
+    )
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, cache: Any, batch: PagedBatch) -> jax.Array:
+        decoder = merge_params(graphdef, params)
+        hidden, _ = decoder(tokens, positions, cache, paged_attend(batch))
+        return decoder.logits(hidden)
+
+    cache = init_cache(config, blocks + 1, block_size, kv_dtype)
+    return np.asarray(run(params, np.asarray(tokens, np.int32), cache, batch))
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -66,13 +66,18 @@ def test_a_damaged_saved_config_is_refused() -> None:
         ({"num_key_value_heads": 3}, "multiple of the number of key/value heads"),
         ({"head_dim": 15}, "head_dim must be even"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_attention"),
-        ({"layer_types": ["linear_attention"]}, "linear_attention.* allowed: full_attention"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64.* allowed: null, or at least"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding_window=64",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            "sliding_attention.* in a llama model; allowed: full_attention",
         ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2, "sliding_window": 8},
+            "full_attention.* in a mistral model; allowed: sliding_attention",
+        ),
+        ({"layer_types": ["linear_attention"]}, "linear_attention.* allowed: full_attention, sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name num_hidden_layers=2 layers, got 1"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be null or a positive integer, got 0"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window must be null or .* got 'all'"),
         (
             {"rope_scaling": {"type": "su", "factor": 2.0}},
             "'su' .* allowed: default, linear",
@@ -97,19 +102,34 @@ def test_refused_by_name(changes: dict[str, Any], message: str) -> None:
         ModelConfig.from_hf(changed(LLAMA, **changes))
 
 
+QWEN = {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "windows"),
     [
-        {"model_type": "mistral", "sliding_window": None},
-        {"model_type": "mistral", "sliding_window": 128},  # as long as the longest sequence
-        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False},
-        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
-        {"layer_types": ["full_attention", "full_attention"]},
-        {"hidden_act": "swish"},
+        ({"model_type": "mistral", "sliding_window": 64}, (64, 64)),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "mistral", "sliding_window": 128}, ()),  # as long as the longest sequence
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, (4096, 4096)),  # transformers' default
+        ({"model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"] * 2}, ()),
+        ({**QWEN, "max_window_layers": 1}, (None, 64)),
+        ({**QWEN, "max_window_layers": 2}, ()),
+        ({**QWEN, "use_sliding_window": False, "max_window_layers": 0}, ()),
+        ({**QWEN, "layer_types": ["sliding_attention", "full_attention"]}, (64, None)),
+        ({**QWEN, "sliding_window": None, "layer_types": ["sliding_attention"] * 2}, ()),
+        ({"sliding_window": 64}, ()),  # transformers' Llama ignores it
+        ({"layer_types": ["full_attention", "full_attention"]}, ()),
     ],
 )
-def test_allowed(changes: dict[str, Any]) -> None:
-    ModelConfig.from_hf(changed(LLAMA, **changes))
+def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = ModelConfig.from_hf(changed(LLAMA, **changes))
+    assert config.windows == windows
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_swish_is_silu() -> None:
+    assert ModelConfig.from_hf(changed(LLAMA, hidden_act="swish")) == ModelConfig.from_hf(LLAMA)
 
 
 def test_longrope_factors_follow_the_longest_sequence() -> None:

@@ -14,6 +14,8 @@ import pytest
 from jpaged_models import ModelConfig, flatten_params, init_cache, merge_params, param_shapes
 from jpaged_models.weights import recipes
 
+from pallas_kernels import AttentionSpec
+
 
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3", "smollm"])
 def test_recipes_cover_every_parameter(family: str) -> None:
@@ -44,7 +46,7 @@ def test_products_of_bfloat16_are_asked_for_in_float32(rows: int) -> None:
     def logits(params: Any, tokens: jax.Array) -> jax.Array:
         decoder = merge_params(graphdef, params)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
             return q, cache
 
         hidden, _ = decoder(tokens, tokens, (None,) * config.num_layers, attend)
@@ -76,7 +78,7 @@ def test_rows_meet_in_attention_only() -> None:
 
     @jax.jit
     def hidden(params: Any, tokens: jax.Array) -> jax.Array:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, scale: float) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
             return q, cache
 
         return merge_params(graphdef, params)(tokens, jnp.arange(3), (None,) * config.num_layers, attend)[0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import model_support as support
 import numpy as np
+import pytest
 from jpaged_models import load_model
 
 # A smaller gap between the two best logits than this could be decided by rounding
@@ -41,6 +42,23 @@ def test_stories260k(root: Path, shared: Path) -> None:
     for prompt in prompts:
         assert loaded.tokenizer.encode(prompt["prompt"]) == prompt["prompt_token_ids"]
     compare(loaded, prompts, 128)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound", "most"), [("int8", 0.03, 0.05), ("fp8", 0.06, 0.1)])
+def test_stories260k_with_a_quantised_cache(kv_dtype: str, bound: float, most: float, root: Path, shared: Path) -> None:
+    """Logits of forced tokens: their error, and the share of tokens where another one now wins, by little."""
+    loaded = load_model(shared / "models" / "stories260k")
+    prompts = json.loads((root / "tests/goldens/greedy_stories260k.json").read_text())["prompts"][:2]
+    for prompt in prompts:
+        ids, start = prompt["prompt_token_ids"] + prompt["token_ids"][:-1], len(prompt["prompt_token_ids"])
+        made = loaded.config, loaded.graphdef, loaded.params
+        exact, rounded = (
+            support.paged_logits(*made, np.asarray(ids), d, 16)[start - 1 :] for d in ("float32", kv_dtype)
+        )
+        assert 0.05 * bound < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < bound
+        np.testing.assert_array_equal(exact.argmax(axis=1), prompt["token_ids"])
+        other = rounded.argmax(axis=1) != prompt["token_ids"]
+        assert other.mean() <= most and np.asarray(prompt["gaps"])[other].max(initial=0) < 1.0
 
 
 def test_smollm2_from_gguf(root: Path, demo_model: Path) -> None:

@@ -53,7 +53,7 @@ def test_both_forms_of_the_config_agree(goldens: Path, family: str) -> None:
     assert {**new.to_dict(), "dtype": None} == {**old.to_dict(), "dtype": None}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "smollm"])
+@pytest.mark.parametrize("family", ["qwen3", "smollm", "qwen2_window"])
 def test_paged_cache_gives_the_same_logits(goldens: Path, family: str) -> None:
     """Blocks in any order, a prompt in two chunks, then decode beside an empty row."""
     golden = load(goldens, family)
@@ -88,3 +88,30 @@ def test_paged_cache_gives_the_same_logits(goldens: Path, family: str) -> None:
         logits, cache = step(params, tokens[positions * [1, 0]], positions, cache, batch)
         rows.append(logits[:1])
     assert support.relative_error(np.concatenate(rows), golden["logits"]) < BAR
+
+
+ROUNDING = {"bfloat16": 0.012, "float16": 0.0015, "int8": 0.03, "fp8": 0.13}  # about twice what was measured
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
+@pytest.mark.parametrize("kv_dtype", list(ROUNDING))
+def test_a_rounded_cache_costs_what_rounding_costs(goldens: Path, family: str, kv_dtype: str) -> None:
+    """Relative error of all logits. Not less than a few per cent of the bound either: K and V were rounded."""
+    golden = load(goldens, family)
+    made = support.tiny_model(json.loads(str(golden["config"])))
+    got, want = support.paged_logits(*made, golden["tokens"], kv_dtype), golden["logits"]
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0.05 * ROUNDING[kv_dtype] < error < ROUNDING[kv_dtype]
+
+
+def test_the_window_matters(goldens: Path) -> None:
+    """Without it the same weights give other logits from the first position on that it hides something from."""
+    golden = load(goldens, "mistral_window")
+    hf = json.loads(str(golden["config"]))
+    config, graphdef, params = support.tiny_model({**hf, "sliding_window": None})
+    logits, _ = support.contiguous_step(graphdef)(
+        params, jnp.asarray(golden["tokens"]), jnp.int32(0), support.contiguous_cache(config, 64)
+    )
+    window = hf["sliding_window"]
+    assert support.relative_error(logits[:window], golden["logits"][:window]) < BAR
+    assert support.relative_error(logits[window : window + 1], golden["logits"][window : window + 1]) > 100 * BAR

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jpaged_models.errors import ConfigError
-from jpaged_models.rope import RopeConfig, inverse_frequencies, rotary_table, rotate
+from jpaged_models.rope import RopeConfig, inverse_frequencies, rotary_table
+
+from pallas_kernels import rotate
 
 D = 16
 LLAMA3 = RopeConfig(
