@@ -11,7 +11,8 @@ from jpaged_models import LoadedModel
 
 from jpaged.audit import AllocatorError
 from jpaged.config import EngineConfig
-from jpaged.prefix_index import block_keys, root_key
+from jpaged.policies import SchedulingPolicy, make_policy
+from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
 from jpaged.request import Request
 from jpaged.runner import Dispatched, Runner
 from jpaged.sampling_params import SamplingParams
@@ -44,13 +45,15 @@ class Engine:
         config: EngineConfig,
         *,
         seed: int = 0,
+        scheduling_policy: str | SchedulingPolicy = "fcfs",
+        eviction_policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.model = loaded.config
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
         self.model_key = root_key(loaded.config, config.kv_cache_dtype)
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, make_policy(scheduling_policy), eviction_policy)
         self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
         self.requests: dict[str, Request] = {}
@@ -69,11 +72,14 @@ class Engine:
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        tenant: str | None = None,
     ) -> Request:
         """Queue a prompt. Raises ValueError, before any device work, for one that cannot be served.
 
         cache_salt: only requests of the same salt share cached blocks, so that tenants cannot learn of each other's
         prompts from how fast an answer comes.
+        priority, tenant: for scheduling policies that look at them; lower priorities go first.
         """
         params = params or SamplingParams()
         if request_id in self.requests:
@@ -89,6 +95,8 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             prompt=prompt,
             arrival_time=self.clock(),
+            priority=priority,
+            tenant=tenant,
             root_key=self._root_key(cache_salt),
         )
         if params.n > 1:

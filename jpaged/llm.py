@@ -17,6 +17,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine import Engine, PinnedPrefix
 from jpaged.memory import pick_kv_dtype, pick_num_blocks
 from jpaged.outputs import RequestOutput, make_completion, make_output, make_refusal
+from jpaged.policies import SchedulingPolicy
+from jpaged.prefix_index import EvictionPolicy
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
@@ -52,6 +54,9 @@ class LLM:
     watermark               share of the pool that admission leaves free
     async_scheduling        plan a step while the previous one runs
     enable_prefix_caching   keep computed blocks for later prompts that begin with the same tokens
+    scheduling_policy       who is served first: "fcfs", "priority", "fair" or an object (see jpaged/policies.py)
+    eviction_policy         which cached block goes first: an object (see EvictionPolicy in jpaged/prefix_index.py); by
+                            default the least recently used
     warm_up                 compile every program now rather than when it is first needed
     compilation_cache_dir   where compiled programs are kept; by default the user's cache folder
     progress                show a bar while warming up
@@ -78,6 +83,8 @@ class LLM:
         watermark: float = 0.01,
         async_scheduling: bool = True,
         enable_prefix_caching: bool = True,
+        scheduling_policy: str | SchedulingPolicy = "fcfs",
+        eviction_policy: EvictionPolicy | None = None,
         attention_backend: str = "auto",
         linear_backend: str = "auto",
         warm_up: bool = True,
@@ -121,7 +128,9 @@ class LLM:
         if pick_linear_backend(linear_backend) == "cpu":
             # What was loaded here is nobody else's: it need not stay in memory twice.
             self.loaded = pack_model(self.loaded, consume=not isinstance(model, LoadedModel))
-        self.engine = Engine(self.loaded, self.config, seed=seed)
+        self.engine = Engine(
+            self.loaded, self.config, seed=seed, scheduling_policy=scheduling_policy, eviction_policy=eviction_policy
+        )
         self._ids = itertools.count()
         if warm_up:
             self.warm_up(progress)

@@ -38,7 +38,7 @@ class NamedBlocks(NamedTuple):
     """What each name means. Name 0 is no name."""
 
     block: jax.Array  # i32[H]  block of each name; 0: not in use
-    held: jax.Array  # i32[N]  1: the block has a name
+    held: jax.Array  # i32[N]  names of each block: 1, or 2 while one of them is about to go
 
 
 class Commands(NamedTuple):
@@ -58,8 +58,8 @@ def name_blocks(
 ) -> tuple[BlockPool, NamedBlocks, jax.Array]:
     """Hold table entries under names. Returns (pool, named, ok bool[]).
 
-    ok is False where an entry holds no block, a block has a name, or a name is in use: a bug of the host, after which
-    the state is not to be used.
+    ok is False where an entry holds no block or a name is in use: a bug of the host, after which the state is not to be
+    used.
     """
     num_blocks, num_names = named.held.shape[0], named.block.shape[0]
 
@@ -67,7 +67,7 @@ def name_blocks(
         pool, named, ok = state
         used = names > 0
         ids = tables.blocks.at[slots, columns].get(mode="fill", fill_value=0)
-        taken = (named.held.at[ids].get(mode="clip") > 0) | (named.block.at[names].get(mode="clip") > 0)
+        taken = named.block.at[names].get(mode="clip") > 0
         ok = ok & ~jnp.any(used & ((ids == 0) | taken | (names >= num_names)))
         pool, held_ok = hold(pool, jnp.where(used, ids, 0))
         named = NamedBlocks(

@@ -27,7 +27,7 @@ import numpy as np
 from jpaged.named_blocks import SECTIONS, Commands
 from jpaged.request import Request
 from jpaged.sampling import seed_words
-from jpaged.scheduler import Schedule
+from jpaged.schedule import Schedule
 
 HEADER = 5
 SAMPLING = 8  # words of an admission before its stop ids

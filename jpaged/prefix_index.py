@@ -49,6 +49,7 @@ class NamedBlock:
     parent: NamedBlock | None
     locks: int = 0  # running sequences and pins that have it in their chain
     pins: int = 0  # of the locks, those of the user
+    priority: int = 0  # of the sequence that unlocked it last; lower ones are more important
     children: set[NamedBlock] = field(default_factory=set)  # blocks of the index that continue it
 
 
@@ -66,19 +67,25 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The block longest out of use goes first, and of one sequence's the last: each operation in constant time."""
+    """The block longest out of use goes first, and of one sequence's the last; before it any of a less important one.
+
+    Each operation takes constant time, for any fixed number of priorities.
+    """
 
     def __init__(self) -> None:
-        self.queue: OrderedDict[NamedBlock, None] = OrderedDict()
+        self.queues: dict[int, OrderedDict[NamedBlock, None]] = {}
 
     def add(self, block: NamedBlock) -> None:
-        self.queue[block] = None
+        self.queues.setdefault(block.priority, OrderedDict())[block] = None
 
     def remove(self, block: NamedBlock) -> None:
-        del self.queue[block]
+        queue = self.queues[block.priority]
+        del queue[block]
+        if not queue:
+            del self.queues[block.priority]
 
     def pick(self) -> NamedBlock:
-        return next(iter(self.queue))
+        return next(iter(self.queues[max(self.queues)]))
 
 
 class PrefixIndex:
@@ -86,7 +93,7 @@ class PrefixIndex:
 
     def __init__(self, num_names: int, policy: EvictionPolicy | None = None) -> None:
         self.blocks: dict[bytes, NamedBlock] = {}
-        self.policy = policy or LeastRecentlyUsed()
+        self.policy = LeastRecentlyUsed() if policy is None else policy
         self.num_evictable = 0
         self.num_named = 0  # blocks that the device holds, garbage included
         self.garbage: list[NamedBlock] = []
@@ -126,12 +133,13 @@ class PrefixIndex:
                 self.num_evictable -= 1
             block.locks += 1
 
-    def unlock(self, chain: Sequence[NamedBlock]) -> None:
+    def unlock(self, chain: Sequence[NamedBlock], priority: int = 0) -> None:
         """Give up the lock on a chain of blocks, in the order of its tokens."""
         for block in reversed(chain):
             block.locks -= 1
             if block.locks:
                 continue
+            block.priority = priority
             if block.key is None:
                 self.garbage.append(block)
             else:

@@ -41,6 +41,9 @@ class Request:
     readable_from: int = 0  # steps that must have been read before all its tokens are known (set by a preemption)
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
+    priority: int = 0  # lower ones first, under a policy that looks at it
+    tenant: str | None = None  # on whose behalf, likewise
+    arrival: int = 0  # number among the requests of its scheduler
     index: int = 0  # among the outputs of its prompt
     siblings: list[Request] = field(default_factory=list)  # all outputs of a prompt with several, itself included
     forks: list[Request] = field(default_factory=list)  # those that wait for this one to compute the prompt

@@ -19,7 +19,7 @@ from jpaged.memory import pick_kv_dtype
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import PrefillChunk, Schedule
+from jpaged.schedule import PrefillChunk, Schedule
 from jpaged.state import count_blocks, init_state
 from jpaged.stats import BlockCounts
 from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
@@ -144,10 +144,10 @@ class Runner:
         check(self.programs.audit(self.state.pool, self.state.tables, self.state.named.held))
 
     def names_in_use(self) -> int:
-        """Blocks that have a name, once every dispatched step is done."""
+        """Names that have a block, once every dispatched step is done."""
         named = jax.device_get(self.state.named)
         ids = named.block[named.block > 0]
-        if sorted(ids) != np.flatnonzero(named.held).tolist():
+        if not np.array_equal(np.bincount(ids, minlength=len(named.held)), named.held):
             raise AllocatorError("the blocks that have names are not those that are held")
         return len(ids)
 

@@ -6,9 +6,10 @@ allocator cannot run out and a step can be planned before the tokens of the one 
     schedule() -> Schedule     counts move to the upper bound: every dispatched iteration yields a token
     update(schedule, tokens)   counts move back to what really happened; finished sequences give up their slot
 
-First come, first served. Decoding sequences come first in the token budget; what is left goes to prompts, in
-chunks. When the pool is full, the sequence that came last is preempted: its blocks are released and it waits, at
-the head of the queue, to be computed again from its tokens (recompute, Kwon et al. 2023, section 4.5).
+A policy (policies.py) says who is next and who makes way; by default first come, first served. Decoding sequences
+come first in the token budget; what is left goes to prompts, in chunks. When the pool is full, the last of the order is
+preempted: its blocks are released and it waits to be computed again from its tokens (recompute, Kwon et al. 2023,
+section 4.5).
 
 Full blocks get names (prefix_index.py), prompt blocks in the plan that computes them: a prompt admitted later, even
 in the same plan, shares those it begins with and computes the rest. Since prompts are worked off in order, each with
@@ -18,86 +19,36 @@ all the budget that is left, two never compute the same block at once. What a se
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
+from jpaged.block_naming import BlockNaming
 from jpaged.config import EngineConfig, pick_bucket
-from jpaged.prefix_index import NamedBlock, PrefixIndex, block_key
+from jpaged.policies import FirstComeFirstServed, SchedulingPolicy
+from jpaged.prefix_index import EvictionPolicy, NamedBlock, PrefixIndex
 from jpaged.request import Request, Status
+from jpaged.schedule import Order, PrefillChunk, Schedule
 from jpaged.slots import SlotCounts
 
 # A step of 132 tokens costs as much as its bucket of 256. Below this share, fill the smaller bucket instead.
 MIN_BUCKET_FILL = 0.7
-Order = tuple[int, int, int]  # slot, column, name of a block
-
-
-@dataclass(slots=True)
-class PrefillChunk:
-    """Positions [start, start + length) of a request's tokens; `last` if the next token is sampled after it.
-
-    A chunk of no tokens is a fork, which samples from what the chunk before it computed.
-    """
-
-    request: Request
-    slot: int
-    start: int
-    length: int
-    last: bool
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step. Rows are `decode_slots` in order, then the prefill chunks, the one that does not end last."""
-
-    name_first: list[Order] = field(default_factory=list)  # blocks to name before anything is released
-    release: list[int] = field(default_factory=list)  # slots whose blocks go back first
-    drop: list[Order] = field(default_factory=list)  # names that go, slot and column 0
-    name: list[Order] = field(default_factory=list)  # blocks to name that this step allocates or has
-    share: list[Order] = field(default_factory=list)  # blocks that admitted sequences begin with
-    fork: list[Order] = field(default_factory=list)  # slots that become copies: slot, slot it is copied from, 1
-    admit: list[Request] = field(default_factory=list)  # requests that take a slot in this step
-    decode: list[Request] = field(default_factory=list)
-    decode_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    prefill: list[PrefillChunk] = field(default_factory=list)
-    num_steps: int = 1  # decode iterations; 1 whenever there is prefill
-    stop_early: bool = False  # leave the loop as soon as a sequence finishes: another waits for its slot
-    epochs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of decode_slots, when scheduled
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
-
-    @property
-    def size(self) -> int:
-        """Tokens, and rows without any: what a program must have room for."""
-        return self.num_tokens + sum(not chunk.length for chunk in self.prefill)
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.decode) or bool(self.prefill)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the device has anything to do."""
-        return self.has_rows or bool(self.release or self.drop or self.name_first)
-
-    @property
-    def orders(self) -> tuple[list[Order], ...]:
-        """About named blocks, in the order of `named_blocks.SECTIONS`."""
-        return self.name_first, self.drop, self.name, self.share, self.fork
 
 
 class Scheduler:
     """Queues, slots and the block count of one engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: SchedulingPolicy | None = None,
+        eviction_policy: EvictionPolicy | None = None,
+    ) -> None:
         self.config = config
         self.usable_blocks = config.num_blocks - 1  # block 0 is the null block
         self.watermark_blocks = int(config.watermark * self.usable_blocks)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # a queue from which any one can be taken
+        self.waiting: SchedulingPolicy = FirstComeFirstServed() if policy is None else policy
+        self.arrivals = 0
         self.num_preemptions = 0
         self.steps_dispatched = 0
         self.steps_read = 0
@@ -105,7 +56,8 @@ class Scheduler:
         self.prefilling: list[Request] = []  # of the running, those whose prompt is not all dispatched
         self.free_slots = list(range(config.max_num_seqs))
         self.counts = SlotCounts(config)
-        self.index = PrefixIndex(config.num_names)
+        self.index = PrefixIndex(config.num_names, eviction_policy)
+        self.names = BlockNaming(config, self.index, self.counts)
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
         self.to_name: list[Order] = []  # blocks of theirs to keep; the next plan names them first
         self.prefix_queries = 0  # tokens of admitted requests
@@ -121,8 +73,11 @@ class Scheduler:
                 f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
                 f"at most {limit - 1} are allowed"
             )
-        self._hash_blocks(request)
-        self.waiting[request] = None
+        self.names.hash_blocks(request)
+        self.arrivals += 1
+        for each in request.group:
+            each.arrival = self.arrivals
+        self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its blocks are released by the next step. Finished ones are left alone."""
@@ -130,11 +85,11 @@ class Scheduler:
             return
         queued = request.status is Status.WAITING
         request.finish("abort")
-        for fork in request.forks:
+        for fork in request.forks:  # they are not queued before their prompt is computed
             fork.finish("abort")
         request.forks = []
         if queued:
-            self.waiting.pop(request, None)  # a fork is not queued before its prompt is computed
+            self.waiting.remove(request)
         else:
             self._retire(request)
 
@@ -189,6 +144,7 @@ class Scheduler:
         decoded = len(plan.decode)
         counts = (tokens[:, :decoded] >= 0).sum(axis=0)
         self.counts.settle(plan.decode_slots, plan.epochs, plan.num_steps, counts)
+        self.waiting.charge(plan, counts)
         columns = tokens.T.tolist()
         ended = (remaining[:decoded] == 0).tolist()
         for request, column, count, end in zip(plan.decode, columns, counts.tolist(), ended, strict=False):
@@ -295,55 +251,14 @@ class Scheduler:
         """Blocks that can be had, cached ones included."""
         return self.free_blocks + self.index.reclaimable
 
-    def _hash_blocks(self, request: Request) -> None:
-        """Know the keys of all full blocks of the request's tokens, as far as caching is on."""
-        if not self.config.enable_prefix_caching:
-            return
-        size, keys = self.config.block_size, request.block_keys
-        for start in range(len(keys) * size, request.num_tokens - size + 1, size):
-            parent = keys[-1] if keys else request.root_key
-            keys.append(block_key(parent, request.token_range(start, start + size)))
-
-    def _name_blocks(self, request: Request, tokens: int, orders: list[Order], room: int) -> None:
-        """Name the full blocks among the first `tokens` that have no name yet, at most `room` of them.
-
-        Without keys (caching is off) their names are found by nobody: they are for blocks that forks share.
-        """
-        chain, keys, slot = request.chain, request.block_keys, request.slot
-        for column in range(len(chain), tokens // self.config.block_size):
-            known = self.index.blocks.get(keys[column]) if keys else None
-            if known is not None:  # computed by another too: ours stays private, but what follows is found after it
-                if not known.locks and request.slot in self.running:
-                    break  # to lock it would take memory that was counted on: what follows is named at the end
-                self.index.lock([known])
-                chain.append(known)
-                continue
-            if room <= 0:
-                break
-            room -= 1
-            chain.append(self.index.add(keys[column] if keys else None, chain[-1] if chain else None))
-            orders.append((slot, column, chain[-1].name))
-            self.counts.add_named(slot)
-
-    def _keep_generated(self, request: Request, orders: list[Order]) -> None:
-        """A sequence leaves its slot: what it computed stays to be found, as far as it is known and orders allow."""
-        if request.prefilled >= request.prefill_target:
-            self._hash_blocks(request)
-            tokens = min(int(self.counts.kv_known[request.slot]), request.num_tokens)
-            tokens = tokens if request.block_keys else 0
-            room = self.config.max_blocks_per_seq + 4 * self.config.max_num_seqs - len(orders)
-            self._name_blocks(request, tokens, orders, room)
-        self.index.unlock(request.chain)
-        request.chain = []
-
     # ------------------------------------------------------------------ slots
 
     def _admit_next(self, plan: Schedule, spoken_for: int) -> Request | None:
         """Admit the head of the queue if it fits; the reserve of blocks is waived when nothing runs."""
-        request = next(iter(self.waiting), None)
+        request = self.waiting.first()
         if request is None or request.readable_from > self.steps_read:  # preempted: its last tokens are to be read
             return None
-        self._hash_blocks(request)
+        self.names.hash_blocks(request)
         # At least one token is computed, for there must be something to sample from.
         hits = self.index.match(request.block_keys[: (request.num_tokens - 1) // self.config.block_size])
         needed = -(-request.num_tokens // self.config.block_size) - len(hits)
@@ -352,7 +267,7 @@ class Scheduler:
         evicted = max(needed + spoken_for - self.free_blocks, 0)
         if needed > usable - reserve or len(hits) + evicted > self._order_room(plan):
             return None
-        del self.waiting[request]
+        self.waiting.remove(request)
         self._admit(plan, request, hits)
         return request
 
@@ -391,7 +306,7 @@ class Scheduler:
             PrefillChunk(request, request.slot, request.prefilled, length, end == request.prefill_target)
         )
         if request.block_keys:
-            self._name_blocks(request, end, plan.name, self.config.max_filled_blocks)
+            self.names.name_blocks(request, end, plan.name, self.config.max_filled_blocks)
         return length
 
     def _fork(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> int:
@@ -406,7 +321,7 @@ class Scheduler:
         request.forks = []
         tokens = request.prefill_target
         if not request.block_keys and tokens // self.config.block_size <= self._order_room(plan):
-            self._name_blocks(request, tokens, plan.name, tokens)
+            self.names.name_blocks(request, tokens, plan.name, tokens)
         own = -(-tokens // self.config.block_size) - int(self.counts.named[request.slot])
         started = 0
         for fork in forks[:budget]:
@@ -423,10 +338,9 @@ class Scheduler:
             plan.fork.append((fork.slot, request.slot, 1))
             plan.prefill.append(PrefillChunk(fork, fork.slot, tokens, 0, last=True))
             started += 1
-        for fork in reversed(forks[started:]):
+        for fork in forks[started:]:
             fork.block_keys = list(request.block_keys)
-            self.waiting[fork] = None
-            self.waiting.move_to_end(fork, last=False)
+            self.waiting.add(fork)
         return started
 
     def _prefill_budget(self, decode_rows: int) -> int:
@@ -446,12 +360,13 @@ class Scheduler:
         return limit
 
     def _preempt_last(self, plan: Schedule) -> bool:
-        """Send the sequence that was admitted last back to the queue. False if only one is left."""
+        """Send the last of the policy's order back to wait. False if only one is left."""
         if len(self.running) <= 1:
             return False
-        slot = max(self.running, key=self.counts.order.__getitem__)
-        request = self.running.pop(slot)
-        self._keep_generated(request, plan.name_first)
+        request = self.waiting.last(self.running.values())
+        slot = request.slot
+        del self.running[slot]
+        self.names.leave_slot(request, plan.name_first)
         if request.status is Status.PREFILL:
             self.prefilling.remove(request)
         request.slot = -1
@@ -459,8 +374,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.readable_from = self.steps_dispatched
         self.num_preemptions += 1
-        self.waiting[request] = None
-        self.waiting.move_to_end(request, last=False)
+        self.waiting.add(request)
         self._free_slot(slot)
         plan.release.append(slot)
         return True
@@ -470,7 +384,7 @@ class Scheduler:
         if request in self.prefilling:
             self.prefilling.remove(request)
         del self.running[request.slot]
-        self._keep_generated(request, self.to_name)
+        self.names.leave_slot(request, self.to_name)
         self.counts.decoding[request.slot] = False
         self.to_release.append(request.slot)
         request.slot = -1
@@ -489,6 +403,6 @@ class Scheduler:
         if not request.finished:
             return
         if queued:  # it was preempted while this step ran
-            del self.waiting[request]
+            self.waiting.remove(request)
         else:
             self._retire(request)

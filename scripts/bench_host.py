@@ -22,7 +22,7 @@ from random_model import SMOLLM2_135M, random_model
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.plan import pack_plan
-from jpaged.scheduler import Schedule
+from jpaged.schedule import Schedule
 
 NARROW = {
     "hidden_size": 16,

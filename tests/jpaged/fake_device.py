@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 
 from jpaged.request import Request
-from jpaged.scheduler import Schedule, Scheduler
+from jpaged.schedule import Schedule
+from jpaged.scheduler import Scheduler
 
 
 def next_token(tokens: list[int], seed: int, vocab: int = 97) -> int:
@@ -120,7 +121,7 @@ class FakeDevice:
         if not offset:
             return
         block = self.tables[slot][column]
-        if self.owners[block] - (block in self.named.values()) > 1:
+        if self.owners[block] - list(self.named.values()).count(block) > 1:
             self.tables[slot][column] = self._take(slot)
             self.content[self.tables[slot][column]] = list(self.content[block])
             self._let_go(block)
@@ -146,7 +147,7 @@ class FakeDevice:
     def _name(self, orders: list[tuple[int, int, int]]) -> None:
         for slot, column, name in orders:
             block = self.tables[slot][column]
-            assert block and name not in self.named and block not in self.named.values()
+            assert block and name not in self.named
             self.named[name] = block
             self.owners[block] += 1
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
+from jpaged.policies import make_policy
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
@@ -32,8 +33,8 @@ def hash_name(name: str) -> int:
 class Loop:
     """The engine's loop without a device: the result of a step is read `delay` steps late."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(self, config: EngineConfig, policy=None) -> None:
+        self.scheduler = Scheduler(config, policy)
         self.device = FakeDevice(self.scheduler)
         self.pending = None
         self.plans = []
@@ -120,7 +121,7 @@ def test_any_traffic(data):
         enable_prefix_caching=data.draw(st.sampled_from([True, True, False])),
     )
     alike = data.draw(st.booleans())  # prompts that begin like others
-    loop, live = Loop(config), []
+    loop, live = Loop(config, make_policy(data.draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])))), []
     for number in range(data.draw(st.integers(1, 25))):
         prompt_len = data.draw(st.integers(1, max_len - 1))
         stop = tuple(data.draw(st.lists(st.integers(0, 96), max_size=3)))
@@ -129,6 +130,7 @@ def test_any_traffic(data):
         if alike and live and data.draw(st.booleans()):  # the next turn of a conversation
             last = data.draw(st.sampled_from(live))
             request.prompt_token_ids = (last.prompt_token_ids + last.output_token_ids)[:prompt_len]
+        request.priority, request.tenant = data.draw(st.integers(0, 2)), data.draw(st.sampled_from("xyz"))
         request.add_siblings(data.draw(st.sampled_from([1, 1, 1, 2, 5])))
         loop.scheduler.add(request)
         live += request.group
@@ -203,7 +205,7 @@ def test_preempted_runs_first_again():
         loop.scheduler.add(request)
     while not loop.scheduler.num_preemptions:
         loop.step()
-    assert next(iter(loop.scheduler.waiting)) is second
+    assert loop.scheduler.waiting.first() is second
     loop.run()
     assert first.num_preemptions == 0
     assert [len(r.output_token_ids) for r in (first, second, third)] == [30, 30, 30]
