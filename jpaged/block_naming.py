@@ -7,6 +7,7 @@ costs nothing for it.
 from __future__ import annotations
 
 from jpaged.config import EngineConfig
+from jpaged.features import Feature
 from jpaged.prefix_index import PrefixIndex, block_key
 from jpaged.request import Request
 from jpaged.schedule import Order
@@ -22,8 +23,11 @@ class BlockNaming:
         self.counts = counts
 
     def hash_blocks(self, request: Request) -> None:
-        """Know the keys of all full blocks of the request's tokens, as far as caching is on."""
-        if not self.config.enable_prefix_caching:
+        """Know the keys of all full blocks of the request's tokens, as far as caching is on.
+
+        A prompt whose log-probabilities are wanted has none: all of its tokens are to be computed.
+        """
+        if not self.config.enable_prefix_caching or request.features & Feature.PROMPT_LOGPROBS:
             return
         size, keys = self.config.block_size, request.block_keys
         for start in range(len(keys) * size, request.num_tokens - size + 1, size):

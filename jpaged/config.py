@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,14 @@ class EngineConfig:
     linear_backend          products: "cpu" (packed weights, the native kernels), "xla" or "auto"
     kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
     enable_prefix_caching   keep the full blocks of what was computed for later prompts that begin alike
+    max_stop_ids            stop ids of a request that the device looks at; the host looks at the rest
+    max_logprobs            most tokens a request may ask log-probabilities of
+    max_logit_bias          most entries of logit_bias in a request (with min_tokens, its stop ids count too)
+    max_bad_words           most bad words of several tokens in a request, each of at most ...
+    max_bad_word_tokens     ... this many tokens
+    logits_processor        a jit-able (logits f32[n, V], args f32[n, A], position i32[n]) -> f32[n, V], applied to
+                            requests that give extra_args, after the bias and before the penalties
+    processor_args          {name: default} of the arguments A that requests may give it
     """
 
     num_blocks: int
@@ -42,7 +51,13 @@ class EngineConfig:
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     kv_cache_dtype: str = "auto"
-    max_stop_ids: int = dataclasses.field(default=8, metadata={"help": "stop ids checked on the device"})
+    max_stop_ids: int = 8
+    max_logprobs: int = 20
+    max_logit_bias: int = 512
+    max_bad_words: int = 64
+    max_bad_word_tokens: int = 16
+    logits_processor: Callable | None = None
+    processor_args: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,10 +68,17 @@ class EngineConfig:
             "max_num_batched_tokens",
             "decode_steps",
             "max_stop_ids",
+            "max_logprobs",
+            "max_logit_bias",
+            "max_bad_words",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.max_bad_word_tokens < 2:
+            raise ValueError(f"max_bad_word_tokens must be at least 2, got {self.max_bad_word_tokens!r}")
+        if self.processor_args and self.logits_processor is None:
+            raise ValueError("processor_args must be empty without a logits_processor, got " + str(self.processor_args))
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
         check_kv_cache_dtype(self.kv_cache_dtype)

@@ -10,14 +10,19 @@ import numpy as np
 from jpaged_models import LoadedModel
 
 from jpaged.audit import AllocatorError
+from jpaged.bad_words import find_bad_words
 from jpaged.config import EngineConfig
+from jpaged.control_rows import check_controls, find_features, next_mask
+from jpaged.output_text import OutputText
 from jpaged.policies import SchedulingPolicy, make_policy
 from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
+from jpaged.records import find_wanting, keep_records
 from jpaged.request import Request
 from jpaged.runner import Dispatched, Runner
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PrefixCacheStats, StatsCollector, StepTiming
+from jpaged.structured import GrammarCompiler, GrammarQueue
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,14 @@ class Engine:
     ) -> None:
         self.config = config
         self.model = loaded.config
+        self.tokenizer = loaded.tokenizer
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
         self.model_key = root_key(loaded.config, config.kv_cache_dtype)
         self.scheduler = Scheduler(config, make_policy(scheduling_policy), eviction_policy)
         self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
         self.requests: dict[str, Request] = {}
+        self.grammars = GrammarQueue(GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_token_ids))
         self.pending: Dispatched | None = None
         self.clock = clock
         self.last_step_end: float | None = None
@@ -84,13 +91,15 @@ class Engine:
         params = params or SamplingParams()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not finished")
-        token_ids = self._check_prompt(prompt_token_ids, params)
+        token_ids = self._check_prompt(prompt_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model came without one: pass tokenizer=")
         room = self.config.max_model_len - len(token_ids)
         request = Request(
             request_id,
             token_ids,
             params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=room if params.max_tokens is None else max(min(params.max_tokens, room), 1),
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=self.eos_token_ids,
             prompt=prompt,
@@ -98,14 +107,24 @@ class Engine:
             priority=priority,
             tenant=tenant,
             root_key=self._root_key(cache_salt),
+            bad_word_ids=find_bad_words(params.bad_words, self.tokenizer),
         )
+        request.features = find_features(request)
+        check_controls(request, self.model.vocab_size, self.config)
+        self.scheduler.check_length(request)
         if params.n > 1:
             request.add_siblings(params.n)
-        self.scheduler.add(request)
+        if self.tokenizer is not None and params.detokenize:
+            for each in request.group:
+                each.text = OutputText(self.tokenizer, token_ids, params)
+        if params.structured_outputs is not None:
+            self.grammars.add(request)
+        else:
+            self.scheduler.add(request)
         self.requests[request_id] = request
         return request
 
-    def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt as Python ints. Raises ValueError if it is empty or an id is unknown; its length is the
         scheduler's to check."""
         ids = np.asarray(prompt_token_ids)
@@ -117,15 +136,17 @@ class Engine:
         bad = ids[(ids < 0) | (ids >= vocab)]
         if bad.size:
             raise ValueError(f"token id {bad[0]} is outside the model's vocabulary: ids are 0 to {vocab - 1}")
-        stray = [token for token in params.stop_token_ids if token >= vocab]
-        if stray:
-            raise ValueError(f"stop_token_ids: {stray[0]} is outside the model's vocabulary: ids are 0 to {vocab - 1}")
         return ids.tolist()
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. An id that is unknown or has finished is left alone."""
         first = self.requests.pop(request_id, None)
-        for request in first.group if first is not None else ():
+        if first is None:
+            return
+        compiling = self.grammars.discard(first)
+        for request in first.group:
+            if compiling:
+                request.finish("abort")
             self.scheduler.abort(request)
             request.finished_time = self.clock()
 
@@ -136,7 +157,7 @@ class Engine:
         Raises ValueError where the blocks left over could no longer hold one sequence of max_model_len.
         """
         size = self.config.block_size
-        ids = self._check_prompt(token_ids, SamplingParams())
+        ids = self._check_prompt(token_ids)
         pin, count = self.scheduler.pin_prefix(block_keys(self._root_key(cache_salt), ids, size))
         return PinnedPrefix(pin, count * size)
 
@@ -154,7 +175,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do, the release of blocks included."""
-        return self.pending is not None or self.scheduler.has_unfinished()
+        return self.pending is not None or self.scheduler.has_unfinished() or bool(self.grammars.compiling)
 
     # ------------------------------------------------------------------ the loop
 
@@ -165,6 +186,7 @@ class Engine:
         """
         timing, clock = StepTiming(), self.clock
         start = clock()
+        touched = self._take_compiled()
         schedule = self.scheduler.schedule()
         scheduled = clock()
         for request in schedule.admit:
@@ -175,9 +197,8 @@ class Engine:
         if self.config.async_scheduling:
             dispatched, self.pending = self.pending, dispatched
         timing.schedule, timing.dispatch = scheduled - start, sent - scheduled
-        touched: list[Request] = []
         if dispatched is not None:
-            touched = self._read(dispatched, timing)
+            touched += self._read(dispatched, timing)
         elif self.pending is None and self.scheduler.has_unfinished():
             raise RuntimeError("the scheduler has requests but neither runs nor waits for any: a bug in jpaged")
         end = clock()
@@ -233,15 +254,17 @@ class Engine:
         result = self.runner.read(dispatched)
         arrived = self.clock()
         schedule = dispatched.schedule
+        wanting = find_wanting(schedule)
         touched = self.scheduler.update(schedule, result.tokens, result.left)
         for request in touched:
+            self._look_for_end(request)
             if request.first_token_time is None:
                 request.first_token_time = arrived
             request.last_token_time = arrived
             if request.finished:
-                request.finished_time = arrived
-                if request.group_finished and self.requests.pop(request.request_id, None) is not None:
-                    self.collector.finished += 1
+                self._forget(request, arrived)
+        keep_records(schedule, wanting, dispatched.records)
+        self._write_masks([request for request in touched if request.grammar is not None])
         if schedule.has_rows:
             prompt = sum(chunk.length for chunk in schedule.prefill)
             generated = int((result.tokens >= 0).sum())
@@ -253,6 +276,48 @@ class Engine:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(f"cache_salt must be None or a text that is not empty, got {cache_salt!r}")
         return self.model_key if cache_salt is None else root_key(self.model_key, cache_salt)
+
+    def _look_for_end(self, request: Request) -> None:
+        """End a request where only the host can tell: at a stop string, or where its grammar is complete."""
+        stop = request.text.update(request) if request.text is not None else None
+        if stop is not None:
+            self.scheduler.end(request, "stop", stop)
+        elif request.grammar is not None and not request.finished:
+            token = request.output_token_ids[-1]
+            if not request.grammar.accept(token):
+                request.error = f"structured_outputs: no token was allowed that the grammar allows too (got {token})"
+                self.scheduler.end(request, "error")
+            elif request.grammar.complete:
+                self.scheduler.end(request, "stop")
+
+    def _write_masks(self, requests: list[Request]) -> None:
+        """The masks for the next tokens of structured requests, while the device runs the step after theirs."""
+        running = [request for request in requests if request.slot >= 0]
+        if running:
+            masks = [next_mask(request, self.model.vocab_size) for request in running]
+            self.runner.write_masks([request.slot for request in running], masks)
+        for request in running:
+            self.scheduler.resume(request)
+
+    def _take_compiled(self) -> list[Request]:
+        """Hand requests whose grammar is compiled to the scheduler. Returns those whose grammar was bad."""
+        idle = self.pending is None and not self.scheduler.has_unfinished()
+        failed = []
+        for request in self.grammars.take_ready(wait=idle):
+            if request.error is None:
+                self.scheduler.add(request)
+                continue
+            for each in request.group:
+                each.finish("error")
+                each.error = request.error
+                self._forget(each, self.clock())
+                failed.append(each)
+        return failed
+
+    def _forget(self, request: Request, now: float) -> None:
+        request.finished_time = now
+        if request.group_finished and self.requests.pop(request.request_id, None) is not None:
+            self.collector.finished += 1
 
     def _draw_seed(self) -> int:
         return int(self.seeds.integers(0, 2**63))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,16 @@ from jpaged_models import LoadedModel, Tokenizer, load_model, pack_model, pick_l
 from tqdm import tqdm
 
 from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.completion import OutputStream, make_completion, make_output, make_refusal
 from jpaged.config import EngineConfig
+from jpaged.controls import Processor
 from jpaged.engine import Engine, PinnedPrefix
 from jpaged.memory import pick_kv_dtype, pick_num_blocks
-from jpaged.outputs import RequestOutput, make_completion, make_output, make_refusal
+from jpaged.outputs import RequestOutput
 from jpaged.policies import SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy
 from jpaged.request import Request
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.stats import EngineStats
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt" too.
@@ -57,6 +60,10 @@ class LLM:
     scheduling_policy       who is served first: "fcfs", "priority", "fair" or an object (see jpaged/policies.py)
     eviction_policy         which cached block goes first: an object (see EvictionPolicy in jpaged/prefix_index.py); by
                             default the least recently used
+    max_logprobs, max_logit_bias, max_bad_words, max_bad_word_tokens
+                            the most a request may ask for, see EngineConfig
+    logits_processor        a function of your own on the logits of requests that give extra_args, see EngineConfig
+    processor_args          {name: default} of the extra_args it takes
     warm_up                 compile every program now rather than when it is first needed
     compilation_cache_dir   where compiled programs are kept; by default the user's cache folder
     progress                show a bar while warming up
@@ -87,6 +94,12 @@ class LLM:
         eviction_policy: EvictionPolicy | None = None,
         attention_backend: str = "auto",
         linear_backend: str = "auto",
+        max_logprobs: int = 20,
+        max_logit_bias: int = 512,
+        max_bad_words: int = 64,
+        max_bad_word_tokens: int = 16,
+        logits_processor: Processor | None = None,
+        processor_args: Mapping[str, float] | None = None,
         warm_up: bool = True,
         compilation_cache_dir: str | Path | None = None,
         progress: bool = True,
@@ -122,6 +135,12 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             attention_backend=attention_backend,
             linear_backend=linear_backend,
+            max_logprobs=max_logprobs,
+            max_logit_bias=max_logit_bias,
+            max_bad_words=max_bad_words,
+            max_bad_word_tokens=max_bad_word_tokens,
+            logits_processor=logits_processor,
+            processor_args=processor_args or {},
             kv_cache_dtype=kv_cache_dtype,
         )
         self.loaded = self.loaded.with_max_length(max_model_len)
@@ -152,6 +171,29 @@ class LLM:
         items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
         return self._run([(item, None) for item in items], sampling_params, use_tqdm, on_error)
 
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
+        """Continue every prompt; an output each time one got tokens, in the form its `output_kind` asks for.
+
+        Prompts are told apart by `request_id`: numbers that go up in the order of the prompts. The first bad prompt
+        raises ValueError before anything runs. Leaving the iterator early ends what is running.
+        """
+        items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
+        order = self._add([(item, None) for item in items], self._params_for(sampling_params, len(items)))
+        streams: dict[tuple[str, int], OutputStream] = {}
+        mine, ended = set(order), set()
+        with self._aborting(order):
+            while any(request_id in self.engine.requests for request_id in order):
+                for request in self.engine.step():
+                    request_id = request.request_id
+                    if request_id not in mine or request_id in ended:
+                        continue
+                    stream = streams.setdefault((request_id, request.index), OutputStream(self.tokenizer))
+                    output = stream.next(request)
+                    if output is not None:
+                        if request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+                            ended.add(request_id)
+                        yield output
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -160,10 +202,21 @@ class LLM:
         use_tqdm: bool = True,
         on_error: str = "raise",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
-        **template_variables: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, given as lists of {"role": …, "content": …} messages."""
+        """Answer one conversation, or several, given as lists of {"role": …, "content": …} messages.
+
+        add_generation_prompt   begin a turn of the assistant
+        continue_final_message  go on with the last message instead (with add_generation_prompt=False)
+        tools                   functions the model may call, as JSON schemas; what the template makes of them
+        chat_template           Jinja source in place of the checkpoint's; rendered in a sandbox
+        chat_template_kwargs    further variables of the template, for example {"enable_thinking": False}
+
+        Raises ValueError for a conversation that the template refuses.
+        """
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise ValueError("messages must be a conversation (a list of message dicts) or a list of conversations")
@@ -173,8 +226,10 @@ class LLM:
             text = tokenizer.apply_chat_template(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
                 chat_template=chat_template,
-                **template_variables,
+                **(chat_template_kwargs or {}),
             )
             items.append((tokenizer.encode(text, add_special_tokens=False), text))
         return self._run(items, sampling_params, use_tqdm, on_error)
@@ -188,8 +243,8 @@ class LLM:
         """What the checkpoint recommends (generation_config.json), SamplingParams' own defaults for the rest."""
         found = self.loaded.generation
         if found.do_sample is False:
-            return SamplingParams(temperature=0.0)
-        names = ("temperature", "top_k", "top_p", "min_p")
+            return SamplingParams(temperature=0.0, repetition_penalty=found.repetition_penalty or 1.0)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: getattr(found, name) for name in names if getattr(found, name) is not None}
         return SamplingParams(**given)
 
@@ -203,7 +258,7 @@ class LLM:
         For a text that many prompts will begin with. `num_tokens` of the result says how many tokens are kept. Raises
         ValueError for a bad prompt, and where the blocks left over could no longer hold a sequence of max_model_len.
         """
-        ids, _ = self._tokenize(prompt, None)
+        ids, _ = self._tokenize(prompt, None, SamplingParams())
         self.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         return self.engine.pin_prefix(ids, cache_salt=_salt_of(prompt))
 
@@ -235,23 +290,42 @@ class LLM:
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         params = self._params_for(sampling_params, len(items))
         outputs: dict[str, RequestOutput] = {}
+        order = self._add(items, params, outputs if on_error == "return" else None)
+        with self._aborting(order):
+            self._drain(set(order) - set(outputs), outputs, use_tqdm)
+        return [outputs[request_id] for request_id in order]
+
+    def _add(
+        self,
+        items: list[tuple[Prompt, str | None]],
+        params: list[SamplingParams],
+        refused: dict[str, RequestOutput] | None = None,
+    ) -> list[str]:
+        """Queue prompts; the ids of their requests. Bad ones go to `refused` with the reason, or without it raise.
+
+        Nothing runs before all are queued: a bad prompt is found before any work is done for the others.
+        """
         order = [str(next(self._ids)) for _ in items]
-        try:
-            # Nothing runs before all are queued: a bad prompt is found before any work is done for the others.
+        with self._aborting(order):
             for index, (request_id, (item, text), each) in enumerate(zip(order, items, params, strict=True)):
                 try:
-                    ids, text = self._tokenize(item, text)
+                    ids, text = self._tokenize(item, text, each)
                     self.engine.add_request(request_id, ids, each, prompt=text, cache_salt=_salt_of(item))
                 except ValueError as error:
-                    if on_error == "raise":
+                    if refused is None:
                         raise ValueError(f"prompt {index}: {error}") from error
-                    outputs[request_id] = make_refusal(request_id, text, str(error))
-            self._drain(set(order) - set(outputs), outputs, use_tqdm)
-        except BaseException:  # a refused or interrupted call leaves the engine empty for the next one
+                    refused[request_id] = make_refusal(request_id, text, str(error))
+        return order
+
+    @contextlib.contextmanager
+    def _aborting(self, order: list[str]) -> Iterator[None]:
+        """A refused or interrupted call leaves the engine empty for the next one."""
+        try:
+            yield
+        except BaseException:
             for request_id in order:
                 self.engine.abort(request_id)
             raise
-        return [outputs[request_id] for request_id in order]
 
     def _drain(self, expected: set[str], outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
         tokens = 0
@@ -279,28 +353,33 @@ class LLM:
                 raise ValueError(f"sampling_params must hold SamplingParams, got {type(each).__name__}")
         return params
 
-    def _tokenize(self, item: Prompt, text: str | None) -> tuple[Sequence[int], str | None]:
+    def _tokenize(self, item: Prompt, text: str | None, params: SamplingParams) -> tuple[Sequence[int], str | None]:
+        """(token ids, text) of a prompt, cut as `truncate_prompt_tokens` asks."""
         if isinstance(item, Mapping):
             if "prompt_token_ids" in item:
-                return item["prompt_token_ids"], item.get("prompt")
-            if "prompt" not in item:
+                found, text = item["prompt_token_ids"], item.get("prompt")
+            elif "prompt" in item:
+                found = item["prompt"]
+            else:
                 raise ValueError(f'a prompt dict needs "prompt" or "prompt_token_ids", got keys {sorted(item)}')
-            return self._tokenize(item["prompt"], text)
-        if isinstance(item, str):
-            if not item:
+        else:
+            found = item
+        ids: Sequence[int]
+        if isinstance(found, str):
+            if not found:
                 raise ValueError("the prompt is empty: give at least one character or token id")
-            return self.get_tokenizer().encode(item), item
-        return item, text
+            ids, text = self.get_tokenizer().encode(found), found
+        else:
+            ids = found
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            ids = ids[-(keep if keep > 0 else self.config.max_model_len - 1) :]
+        return ids, text
 
     def _to_output(self, request: Request) -> RequestOutput:
         """All outputs of the request's prompt."""
-        completions = []
-        for each in request.group:
-            ids = each.output_token_ids
-            shown = ids[:-1] if each.finish_reason == "stop" else ids  # the token that ended it is no text
-            text = self.tokenizer.decode(shown) if self.tokenizer is not None else ""
-            completions.append(make_completion(each, text, each.index))
-        return make_output(request.group[0], completions)
+        completions = [make_completion(each, self.tokenizer) for each in request.group]
+        return make_output(request.group[0], completions, self.tokenizer)
 
 
 def _salt_of(item: Prompt) -> str | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jpaged.request import Request
-
 
 class Logprob(NamedTuple):
     """Natural logarithm of a token's probability, its rank (1 = most likely) and its text on its own."""
@@ -71,43 +69,3 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
-
-
-def make_metrics(request: Request) -> RequestMetrics:
-    return RequestMetrics(
-        request.arrival_time,
-        request.first_scheduled_time,
-        request.first_token_time,
-        request.last_token_time,
-        request.finished_time,
-    )
-
-
-def make_completion(request: Request, text: str, index: int = 0) -> CompletionOutput:
-    """The continuation a request has so far, as output number `index` of its prompt."""
-    return CompletionOutput(
-        index,
-        text,
-        list(request.output_token_ids),
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-    )
-
-
-def make_output(request: Request, completions: list[CompletionOutput]) -> RequestOutput:
-    """A prompt with its continuations; `request` is the one that stands for the prompt."""
-    return RequestOutput(
-        request.request_id,
-        request.prompt,
-        list(request.prompt_token_ids),
-        outputs=completions,
-        finished=all(completion.finished() for completion in completions),
-        metrics=make_metrics(request),
-        num_cached_tokens=request.num_cached_tokens,
-    )
-
-
-def make_refusal(request_id: str, prompt: str | None, error: str) -> RequestOutput:
-    """What a request that cannot be served gets in place of an answer."""
-    refused = CompletionOutput(0, "", [], finish_reason="error")
-    return RequestOutput(request_id, prompt, [], outputs=[refused], error=error)

@@ -6,11 +6,11 @@ One array is one transfer. Floats and unsigned seeds travel as their bits.
     ends    [5]          where each section of the orders ends
     orders  [3, C]       slot, column and name of blocks to name, drop and share; forks; see named_blocks.py
     release [S]          1: give the slot's blocks back first
-    admit   [S, 8 + E]   flag, temperature, top_k, top_p, min_p, seed (2), left, stop ids (-1: none)
+    admit   [S, 9 + E]   flag, temperature, top_k, top_p, min_p, seed (2), left, features, stop ids (-1: none)
     slots   [R]          slot of each row; S (one past the last) for padding
-    lengths [R]          query tokens of each row; 0: a     } mixed steps only
-                         fork, sampled like the row before  }
-    tokens  [T]          prompt tokens of the packed rows   }
+    lengths [R]          query tokens of each row; 0: a fork, sampled like the row before  }
+    next    [R]          prompt token after each row's, -1: none                           } mixed steps only
+    tokens  [T]          prompt tokens of the packed rows                                   }
 
 Rows are ordered: decode rows, prefill rows whose next token is sampled, the others.
 """
@@ -30,7 +30,7 @@ from jpaged.sampling import seed_words
 from jpaged.schedule import Schedule
 
 HEADER = 5
-SAMPLING = 8  # words of an admission before its stop ids
+SAMPLING = 9  # words of an admission before its stop ids
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class PlanLayout:
 
     @property
     def size(self) -> int:
-        lengths = self.rows if self.tokens else 0
         orders = len(SECTIONS) + 3 * self.num_orders
-        return HEADER + orders + self.num_slots * (1 + SAMPLING + self.num_stop_ids) + self.rows + lengths + self.tokens
+        mixed = 2 * self.rows + self.tokens if self.tokens else 0
+        return HEADER + orders + self.num_slots * (1 + SAMPLING + self.num_stop_ids) + self.rows + mixed
 
 
 class Plan(NamedTuple):
@@ -60,9 +60,10 @@ class Plan(NamedTuple):
     stop_early: jax.Array
     commands: Commands
     release: jax.Array  # bool[S]
-    admit: jax.Array  # i32[S, 8 + E]
+    admit: jax.Array  # i32[S, 9 + E]
     slots: jax.Array  # i32[R]
     lengths: jax.Array | None  # i32[R]
+    next_tokens: jax.Array | None  # i32[R]
     tokens: jax.Array | None  # i32[T]
 
 
@@ -96,6 +97,10 @@ def pack_plan(schedule: Schedule, layout: PlanLayout) -> np.ndarray:
     lengths = packed[at : at + layout.rows]
     lengths[:decoded] = 1
     lengths[decoded:rows] = [chunk.length for chunk in schedule.prefill]
+    at += layout.rows
+    following = packed[at : at + layout.rows]
+    following[:] = -1
+    following[decoded:rows] = [chunk.request.prompt_token(chunk.start + chunk.length) for chunk in schedule.prefill]
     at += layout.rows + decoded  # decode rows take their token from the device
     for chunk in schedule.prefill:
         end = chunk.start + chunk.length
@@ -105,7 +110,7 @@ def pack_plan(schedule: Schedule, layout: PlanLayout) -> np.ndarray:
 
 
 def pack_admission(request: Request, num_stop_ids: int) -> np.ndarray:
-    """i32[8 + E]: what the device must know of a request."""
+    """i32[9 + E]: what the device must know of a request."""
     params = request.params
     row = np.full(SAMPLING + num_stop_ids, -1, np.int32)
     row[0] = 1
@@ -114,6 +119,7 @@ def pack_admission(request: Request, num_stop_ids: int) -> np.ndarray:
     row[2] = max(params.top_k, 0)
     row[5:7] = seed_words(request.seed).view(np.int32)
     row[7] = request.max_tokens - len(request.output_token_ids)
+    row[8] = request.features
     stop_ids = sorted(request.stop_ids)[:num_stop_ids]
     row[SAMPLING : SAMPLING + len(stop_ids)] = stop_ids
     return row
@@ -124,7 +130,7 @@ def unpack_plan(packed: jax.Array, layout: PlanLayout) -> Plan:
     slots, width = layout.num_slots, SAMPLING + layout.num_stop_ids
     sizes = [HEADER, len(SECTIONS), 3 * layout.num_orders, slots, slots * width, layout.rows]
     if layout.tokens:
-        sizes += [layout.rows, layout.tokens]
+        sizes += [layout.rows, layout.rows, layout.tokens]
     parts = jnp.split(packed, np.cumsum(sizes)[:-1])
     header, ends, orders, release, admit, rows = parts[:6]
     return Plan(
@@ -137,5 +143,5 @@ def unpack_plan(packed: jax.Array, layout: PlanLayout) -> Plan:
         release > 0,
         admit.reshape(slots, width),
         rows,
-        *(parts[6:] or (None, None)),
+        *(parts[6:] or (None, None, None)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from jpaged.prefix_index import NamedBlock
 from jpaged.sampling_params import SamplingParams
@@ -15,6 +16,14 @@ class Status(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
+
+
+class Text(Protocol):
+    """The text of an output; see `output_text.OutputText`."""
+
+    def update(self, request: Request) -> str | None: ...
+
+    def shown(self, request: Request) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +42,13 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     prompt: str | None = None
+    bad_word_ids: list[tuple[int, ...]] = field(default_factory=list)  # the token sequences of params.bad_words
+    features: int = 0  # bits of Feature: what it needs besides plain sampling
     output_token_ids: list[int] = field(default_factory=list)
+    grammar: Any = None  # a structured.Grammar: where a structured output stands
+    text: Text | None = None  # None: the request wants none, or there is no tokenizer
+    records: list[Any] = field(default_factory=list)  # of log-probabilities, i32[C] for each token of the output
+    prompt_records: list[Any] = field(default_factory=list)  # likewise of the prompt's tokens, from the second on
     status: Status = Status.WAITING
     slot: int = -1
     prefill_target: int = 0  # tokens to compute before the next one can be sampled
@@ -52,6 +67,7 @@ class Request:
     chain: list[NamedBlock] = field(default_factory=list)  # the blocks it has locked, from the first on
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # why it failed (finish_reason "error")
     arrival_time: float = 0.0  # these by the engine's clock, in seconds
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -88,17 +104,27 @@ class Request:
 
     def add_siblings(self, count: int) -> None:
         """Let the prompt have `count` outputs: the others wait for this one to compute it. Seeds count up."""
-        forks = [
-            dataclasses.replace(self, index=i, seed=_wrap(self.seed + i), output_token_ids=[], block_keys=[], chain=[])
-            for i in range(1, count)
-        ]
+        lists = ("output_token_ids", "records", "prompt_records", "block_keys", "chain")
+
+        def fork(index: int) -> Request:
+            own: dict[str, Any] = {name: [] for name in lists}
+            return dataclasses.replace(self, index=index, seed=_wrap(self.seed + index), **own)
+
+        forks = [fork(index) for index in range(1, count)]
         group = [self, *forks]
         for request in group:
             request.siblings = group
         self.forks = forks
 
+    def prompt_token(self, position: int) -> int:
+        """The prompt's token at `position`, -1 past its end."""
+        return self.prompt_token_ids[position] if position < len(self.prompt_token_ids) else -1
+
     def append(self, token_ids: list[int]) -> None:
         """Take tokens read from the device, up to the first that ends the request."""
+        if self.params.max_tokens == 0:  # only its prompt was wanted
+            self.finish("length")
+            return
         for token in token_ids:
             self.output_token_ids.append(token)
             if token in self.stop_ids:

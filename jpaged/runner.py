@@ -15,6 +15,9 @@ from jpaged_models import LoadedModel, pack_model, pick_linear_backend
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.config import EngineConfig, pick_bucket
+from jpaged.control_rows import CONTROL_ROW, empty_row, make_row
+from jpaged.controls import Controls, write_controls, write_masks
+from jpaged.logprobs import record_size
 from jpaged.memory import pick_kv_dtype
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
@@ -22,9 +25,10 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.schedule import PrefillChunk, Schedule
 from jpaged.state import count_blocks, init_state
 from jpaged.stats import BlockCounts
-from jpaged.step import StepResult, StepSpec, decode_loop, mixed_step, unpack_result
+from jpaged.step import Records, StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
 Program = Any  # what jax.jit returns
+MASKS_AT_ONCE = 8
 MAX_COMPILE_THREADS = 8  # each needs memory too
 
 
@@ -34,6 +38,7 @@ class Dispatched(NamedTuple):
     schedule: Schedule
     rows: int
     result: jax.Array
+    records: Records
 
 
 class Programs(NamedTuple):
@@ -43,6 +48,8 @@ class Programs(NamedTuple):
     mixed: dict[int, tuple[PlanLayout, Program]]
     count_blocks: Program
     audit: Program
+    write_controls: Program
+    write_masks: Program
 
 
 @functools.lru_cache(maxsize=64)
@@ -51,13 +58,17 @@ def build_program(step: Callable[..., tuple], spec: StepSpec) -> Any:
     return jax.jit(functools.partial(step, spec), donate_argnums=1)
 
 
-def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
+def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int) -> Programs:
     """The programs an engine of this configuration can need."""
+
+    size = record_size(config.max_logprobs, vocab_size)
 
     def build(step: Callable[..., tuple], rows: int, tokens: int) -> tuple[PlanLayout, Program]:
         layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, config.max_orders, rows, tokens)
         steps = 1 if tokens else config.decode_steps
-        spec = StepSpec(graphdef, layout, config.block_size, steps, config.attention_backend)
+        spec = StepSpec(
+            graphdef, layout, config.block_size, steps, config.attention_backend, size, config.logits_processor
+        )
         return layout, build_program(step, spec)
 
     return Programs(
@@ -65,6 +76,8 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig) -> Programs:
         mixed={t: build(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
         count_blocks=build_count(count_blocks, config.block_size),
         audit=build_count(audit, config.block_size),
+        write_controls=build_writer(write_controls),
+        write_masks=build_writer(write_masks),
     )
 
 
@@ -73,15 +86,21 @@ def build_count(function: Callable[..., Any], block_size: int) -> Program:
     return jax.jit(functools.partial(function, block_size=block_size))
 
 
+@functools.lru_cache
+def build_writer(write: Callable[..., Controls]) -> Program:
+    return jax.jit(write, donate_argnums=0)
+
+
 class Runner:
     """Runs schedules on the device, in the order they are dispatched."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.config = config
+        self.vocab_size = loaded.config.vocab_size
         if pick_linear_backend(config.linear_backend) == "cpu":
             loaded = pack_model(loaded)
         self.params = loaded.params
-        self.programs = build_programs(loaded.graphdef, config)
+        self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
@@ -131,8 +150,22 @@ class Runner:
                 step.decode, step.decode_slots = [one], np.zeros(1, np.int32)
             for schedule in (step, Schedule(release=[0])):
                 jax.block_until_ready(self._run(layout, program, schedule).result)
+        row = empty_row(self.vocab_size, self.config)
+        self._write_controls(0, row)
+        self.write_masks([0], [row.mask])
         self.count_blocks()
         self.audit()
+
+    def write_masks(self, slots: list[int], masks: list[np.ndarray]) -> None:
+        """Write masks i32[W] of allowed tokens, MASKS_AT_ONCE in one dispatch."""
+        for start in range(0, len(slots), MASKS_AT_ONCE):
+            some, count = slice(start, start + MASKS_AT_ONCE), len(slots[start : start + MASKS_AT_ONCE])
+            places = np.full(MASKS_AT_ONCE, self.config.max_num_seqs, np.int32)  # one past the last: left out
+            places[:count] = slots[some]
+            words = np.zeros((MASKS_AT_ONCE, len(masks[0])), np.int32)
+            words[:count] = masks[some]
+            controls = self.programs.write_masks(self.state.controls, places, words)
+            self.state = self.state._replace(controls=controls)
 
     def count_blocks(self) -> BlockCounts:
         """Blocks by state and what is in them, once every dispatched step is done."""
@@ -152,5 +185,12 @@ class Runner:
         return len(ids)
 
     def _run(self, layout: PlanLayout, program: Program, schedule: Schedule) -> Dispatched:
-        self.state, result = program(self.params, self.state, pack_plan(schedule, layout))
-        return Dispatched(schedule, layout.rows, result)
+        for request in schedule.admit:
+            if request.features & CONTROL_ROW:
+                self._write_controls(request.slot, make_row(request, self.vocab_size, self.config))
+        self.state, result, records = program(self.params, self.state, pack_plan(schedule, layout))
+        return Dispatched(schedule, layout.rows, result, records)
+
+    def _write_controls(self, slot: int, row: Controls) -> None:
+        controls = self.programs.write_controls(self.state.controls, np.int32(slot), row)
+        self.state = self.state._replace(controls=controls)

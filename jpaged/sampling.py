@@ -30,7 +30,12 @@ from jpaged.tiles import over_tiles
 _DEPTH = 64  # the vocabulary as a matrix [_DEPTH, V / _DEPTH] when it is reduced by columns
 _CANDIDATE_COLUMNS = 128  # columns searched for a threshold before the whole vocabulary is
 _SEARCH_ROWS = 4  # rows whose whole vocabulary is searched at once, where the columns do not do
+_CHANGED_ROWS = 8  # rows whose logits are changed at once
 _ONE_BITS = 0x3F800000  # bits of 1.0, the highest weight
+
+
+# (rows i32[n], logits f32[n, V] of those rows) -> f32[n, V]; rows past the end are filled up and dropped
+Change = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class SamplingState(NamedTuple):
@@ -48,12 +53,21 @@ def seed_words(seed: int) -> np.ndarray:
     return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
-def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array,
+    params: SamplingState,
+    position: jax.Array,
+    changed: jax.Array | None = None,
+    change: Change | None = None,
+) -> jax.Array:
     """One token for each row: i32[R] from `logits` f32[R, V].
 
     `position` i32[R], the place of the token in its sequence, is mixed with the row's seed: (seed, position)
     names the random numbers. Tokens of logit -inf are never drawn; a row of nothing else, or with a NaN,
     gives token 0. Greedy rows take the lowest id of the most likely tokens.
+
+    Rows set in `changed` bool[R] are drawn from `change(rows, their logits)`, a few rows at a time; `logits` stay as
+    they are, and there is one sampler for all rows.
     """
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32[R, V], got {logits.dtype}{list(logits.shape)}")
@@ -63,9 +77,7 @@ def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax
             raise ValueError(f"{name} must have one entry for each of {num_rows} rows, got {list(value.shape)}")
 
     peak = jnp.max(logits, axis=1)
-    ids = jnp.arange(vocab, dtype=jnp.int32)
-    greedy = jnp.min(jnp.where(logits == peak[:, None], ids, vocab), axis=1)
-    greedy = jnp.where(greedy < vocab, greedy, 0)  # NaN equals nothing
+    greedy = _lowest_peak(logits, peak)
     random = params.temperature > 0
     top_k = jnp.where(random & (params.top_k < vocab), params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
@@ -74,10 +86,18 @@ def sample(logits: jax.Array, params: SamplingState, position: jax.Array) -> jax
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
 
     def draw() -> jax.Array:
-        weights = lax.cond(jnp.any(filtered), _filtered_weights, _weights, logits, peak, params)
-        return jnp.where(random, _draw(weights, params.seed, position), greedy)
+        weights, best = _weights_if_random(logits, peak, params.temperature), greedy
+        if changed is not None and change is not None:
+            weights, best = _change_rows(logits, params.temperature, changed, change, weights, best)
 
-    return lax.cond(jnp.any(random), draw, lambda: greedy)
+        def draw_random() -> jax.Array:
+            kept = lax.cond(jnp.any(filtered), _filter, lambda weights, _: weights, weights, params)
+            return jnp.where(random, _draw(kept, params.seed, position), best)
+
+        return lax.cond(jnp.any(random), draw_random, lambda: best)
+
+    wanted = random if changed is None else random | changed
+    return lax.cond(jnp.any(wanted), draw, lambda: greedy)
 
 
 def filtered_weights(logits: jax.Array, params: SamplingState) -> jax.Array:
@@ -85,21 +105,57 @@ def filtered_weights(logits: jax.Array, params: SamplingState) -> jax.Array:
 
     Probabilities are these over their sum. Rows with temperature 0 are treated as if it were 1.
     """
-    return _filtered_weights(logits, jnp.max(logits, axis=1), params)
+    return _filter(_weights(logits, jnp.max(logits, axis=1), params.temperature), params)
 
 
-def _weights(logits: jax.Array, peak: jax.Array, params: SamplingState) -> jax.Array:
+def _lowest_peak(logits: jax.Array, peak: jax.Array) -> jax.Array:
+    """The lowest id i32[R] whose logit is the `peak` f32[R] of its row; 0 if none is (NaN equals nothing)."""
+    vocab = logits.shape[1]
+    ids = jnp.arange(vocab, dtype=jnp.int32)
+    lowest = jnp.min(jnp.where(logits == peak[:, None], ids, vocab), axis=1)
+    return jnp.where(lowest < vocab, lowest, 0)
+
+
+def _change_rows(
+    logits: jax.Array,
+    temperature: jax.Array,
+    changed: jax.Array,
+    change: Change,
+    weights: jax.Array,
+    greedy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`weights` f32[R, V] and `greedy` i32[R] with the rows in `changed` bool[R] made from their changed logits."""
+
+    def replace(rows: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        weights, greedy = done
+        own = change(rows, logits.at[rows].get(mode="fill", fill_value=0))
+        peak = jnp.max(own, axis=1)
+        heat = temperature.at[rows].get(mode="fill", fill_value=0)
+        return (
+            weights.at[rows].set(_weights_if_random(own, peak, heat), mode="drop"),
+            greedy.at[rows].set(_lowest_peak(own, peak), mode="drop"),
+        )
+
+    return over_tiles(changed, _CHANGED_ROWS, replace, (weights, greedy))
+
+
+def _weights(logits: jax.Array, peak: jax.Array, temperature: jax.Array) -> jax.Array:
     """exp((logit - peak) / temperature), 1 at the peak even if it is inf, 0 everywhere if it is -inf."""
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    temperature = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
     return jnp.exp(jnp.where(logits == peak, 0.0, (logits - peak) / temperature))
 
 
-def _filtered_weights(logits: jax.Array, peak: jax.Array, params: SamplingState) -> jax.Array:
+def _weights_if_random(logits: jax.Array, peak: jax.Array, temperature: jax.Array) -> jax.Array:
+    """`_weights`, or zeros where no row is random."""
+    return lax.cond(jnp.any(temperature > 0), _weights, lambda x, *_: jnp.zeros_like(x), logits, peak, temperature)
+
+
+def _filter(weights: jax.Array, params: SamplingState) -> jax.Array:
     # The barrier: a threshold is the weight of some token, to be compared with that very number, not with one
     # that a different fusion computed again.
-    weights = lax.optimization_barrier(_weights(logits, peak, params))
+    weights = lax.optimization_barrier(weights)
     threshold = _threshold(weights, params)
     return jnp.where(weights >= threshold[:, None], weights, 0.0)
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from jpaged.block_naming import BlockNaming
 from jpaged.config import EngineConfig, pick_bucket
+from jpaged.features import Feature
 from jpaged.policies import FirstComeFirstServed, SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy, NamedBlock, PrefixIndex
 from jpaged.request import Request, Status
@@ -67,27 +68,42 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError at once for a prompt that can never run."""
-        length, limit = len(request.prompt_token_ids), self.config.max_model_len
-        if length >= limit:
-            raise ValueError(
-                f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
-                f"at most {limit - 1} are allowed"
-            )
+        self.check_length(request)
         self.names.hash_blocks(request)
         self.arrivals += 1
         for each in request.group:
             each.arrival = self.arrivals
         self.waiting.add(request)
 
+    def resume(self, request: Request) -> None:
+        """The mask for the next token of a structured request is on the device."""
+        if request.slot >= 0:
+            self.counts.held[request.slot] = False
+
+    def check_length(self, request: Request) -> None:
+        """Raises ValueError for a prompt that can never run."""
+        length, limit = len(request.prompt_token_ids), self.config.max_model_len
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
+                f"at most {limit - 1} are allowed"
+            )
+
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its blocks are released by the next step. Finished ones are left alone."""
-        if request.finished:
+        if not request.finished:
+            self.end(request, "abort")
+            for fork in request.forks:  # they are not queued before their prompt is computed
+                fork.finish("abort")
+            request.forks = []
+
+    def end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request for a reason that only the host knows, or give a finished one that reason."""
+        status = request.status
+        queued = status is Status.WAITING
+        request.finish(reason, stop_reason)
+        if status is Status.FINISHED:
             return
-        queued = request.status is Status.WAITING
-        request.finish("abort")
-        for fork in request.forks:  # they are not queued before their prompt is computed
-            fork.finish("abort")
-        request.forks = []
         if queued:
             self.waiting.remove(request)
         else:
@@ -173,7 +189,7 @@ class Scheduler:
     def _pick_decode(self, plan: Schedule) -> None:
         """All decoding sequences that may still generate; preempt from the end until one more token each fits."""
         while True:
-            slots = np.flatnonzero(self.counts.decoding & (self.counts.left_known > self.counts.in_flight))
+            slots = np.flatnonzero(self.counts.ready & (self.counts.left_known > self.counts.in_flight))
             short = self.counts.growth(slots, 1).sum() - self.available_blocks
             if short <= 0 or not self._preempt_last(plan):
                 break
@@ -202,14 +218,15 @@ class Scheduler:
 
     def _extend_decode(self, plan: Schedule) -> None:
         """Choose the decode iterations of one dispatch: as many as are wanted and as the pool can hold."""
-        left = self.counts.left(plan.decode_slots)
+        left, once = self.counts.left(plan.decode_slots), self.counts.structured[plan.decode_slots]
+        left[once] = 1
         steps = min(self.config.decode_steps, int(left.max()))
         if self.waiting:
             # Stop where the first sequence is known to end; one that ends in a step under way frees its slot
             # when that step is read, so do not run far ahead of it.
             plan.stop_early = True
-            ending = len(plan.decode) < int(self.counts.decoding.sum())
-            steps = 1 if ending else min(steps, int(left.min()))
+            ending = len(plan.decode) < int(self.counts.ready.sum())
+            steps = 1 if ending else min(steps, int(left[~once].min(initial=steps)))
         growth = self.counts.growth
         while steps > 1 and growth(plan.decode_slots, np.minimum(left, steps)).sum() > self.available_blocks:
             steps //= 2
@@ -224,8 +241,7 @@ class Scheduler:
             request.prefilled += chunk.length
             if chunk.last:
                 request.status = Status.DECODE
-                self.counts.decoding[chunk.slot] = True
-                self.counts.left_known[chunk.slot] -= 1  # this one is certain
+                self.counts.begin_decoding(chunk.slot)
         if plan.prefill:
             self.prefilling = [request for request in self.prefilling if request.status is Status.PREFILL]
 
@@ -296,7 +312,7 @@ class Scheduler:
         self.running[slot] = request
         self.prefilling.append(request)
         left = request.max_tokens - len(request.output_token_ids)
-        self.counts.begin(slot, request.num_tokens, left, named)
+        self.counts.begin(slot, request.num_tokens, left, named, bool(request.features & Feature.STRUCTURED))
         plan.admit.append(request)
 
     def _take_chunk(self, plan: Schedule, request: Request, budget: int) -> int:

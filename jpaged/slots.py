@@ -30,9 +30,16 @@ class SlotCounts:
         self.left_known = np.zeros(slots, np.int64)  # tokens still to sample, likewise
         self.in_flight = np.zeros(slots, np.int64)  # decode iterations dispatched since
         self.decoding = np.zeros(slots, bool)
+        self.structured = np.zeros(slots, bool)  # one token a dispatch: the host writes a mask for each
+        self.held = np.zeros(slots, bool)  # structured, and the mask for the next token is not on the device yet
         self.epoch = np.zeros(slots, np.int64)  # counts the owners of a slot
         self.order = np.zeros(slots, np.int64)  # admission number of the owner
         self.admissions = 0
+
+    @property
+    def ready(self) -> np.ndarray:
+        """Slots whose sequences can go on by a token."""
+        return self.decoding & ~self.held
 
     def left(self, slots: np.ndarray) -> np.ndarray:
         """Tokens each slot still has to sample if every dispatched iteration yields one."""
@@ -47,8 +54,9 @@ class SlotCounts:
         wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size)
         return np.maximum(wanted - self.reserved[slots], 0)
 
-    def begin(self, slot: int, tokens: int, left: int, named: int) -> None:
+    def begin(self, slot: int, tokens: int, left: int, named: int, structured: bool = False) -> None:
         """A sequence takes the slot: `tokens` to compute, `named` blocks of them shared, `left` tokens to sample."""
+        self.structured[slot] = structured
         self.epoch[slot] += 1
         self.admissions += 1
         self.order[slot] = self.admissions
@@ -57,6 +65,12 @@ class SlotCounts:
         self.reserved[slot] = -(-tokens // self.block_size)
         self.named[slot] = named
         self.private += int(self.reserved[slot]) - named
+
+    def begin_decoding(self, slot: int) -> None:
+        """The step that is planned computes the last of the prompt and samples a token: that one is certain."""
+        self.decoding[slot] = True
+        self.held[slot] = self.structured[slot]
+        self.left_known[slot] -= 1
 
     def add_named(self, slot: int) -> None:
         """One of the slot's blocks got a name."""
@@ -67,20 +81,21 @@ class SlotCounts:
         """The plan that is being made releases the slot's blocks before it allocates."""
         self.private -= int(self.reserved[slot] - self.named[slot])
         self.reserved[slot] = self.named[slot] = 0
-        self.decoding[slot] = False
+        self.decoding[slot] = self.structured[slot] = self.held[slot] = False
         self.kv_known[slot] = self.left_known[slot] = self.in_flight[slot] = 0
         self.epoch[slot] += 1
 
     def plan_iterations(self, slots: np.ndarray, steps: int) -> None:
-        """Each slot decodes up to `steps` times."""
-        self.in_flight[slots] += steps
+        """Each slot decodes up to `steps` times, a structured one once."""
+        self.in_flight[slots] += np.where(self.structured[slots], 1, steps)
+        self.held[slots] = self.structured[slots]
         self._reserve(slots)
 
     def settle(self, slots: np.ndarray, epochs: np.ndarray, steps: int, counts: np.ndarray) -> None:
         """Replace what a step was planned to do by what it did: it may have left its loop early."""
         live = self.epoch[slots] == epochs
         slots, counts = slots[live], counts[live]
-        self.in_flight[slots] -= steps
+        self.in_flight[slots] -= np.where(self.structured[slots], 1, steps)
         self.kv_known[slots] += counts
         self.left_known[slots] -= counts
         self._reserve(slots)

@@ -11,6 +11,8 @@ from jpaged_models import KVPages, ModelConfig, init_cache
 
 from jpaged.allocator import BlockPool, BlockTables, blocks_needed, init_pool, init_tables
 from jpaged.config import EngineConfig
+from jpaged.control_rows import init_controls
+from jpaged.controls import Controls
 from jpaged.named_blocks import NamedBlocks, init_names
 from jpaged.plan import SAMPLING, Plan
 from jpaged.sampling import SamplingState
@@ -22,6 +24,7 @@ class SlotState(NamedTuple):
 
     sampling: SamplingState  # [S] each
     last_token: jax.Array  # i32[S]  sampled, not yet in the cache
+    features: jax.Array  # i32[S]  bits of Feature
     left: jax.Array  # i32[S]  tokens it may still generate; 0: finished or empty
     stop_ids: jax.Array  # i32[S, E]  -1: none
 
@@ -32,6 +35,7 @@ class EngineState(NamedTuple):
     tables: BlockTables
     named: NamedBlocks
     slots: SlotState
+    controls: Controls
 
 
 def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> EngineState:
@@ -51,15 +55,17 @@ def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> Engin
                 seed=jnp.zeros((slots, 2), jnp.uint32),
             ),
             last_token=jnp.zeros(slots, jnp.int32),
+            features=jnp.zeros(slots, jnp.int32),
             left=jnp.zeros(slots, jnp.int32),
             stop_ids=jnp.full((slots, config.max_stop_ids), -1, jnp.int32),
         ),
+        jax.tree.map(jnp.asarray, init_controls(model.vocab_size, config)),
     )
 
 
 def admit(slots: SlotState, plan: Plan) -> SlotState:
     """Release's and admission's part in the slots: the old request is forgotten, the new one written over it."""
-    rows = plan.admit  # i32[S, 8 + E]
+    rows = plan.admit  # i32[S, 9 + E]
     new = rows[:, 0] > 0
 
     def choose(fresh: jax.Array, old: jax.Array) -> jax.Array:
@@ -76,6 +82,7 @@ def admit(slots: SlotState, plan: Plan) -> SlotState:
     return SlotState(
         jax.tree.map(choose, sampling, slots.sampling),
         slots.last_token,
+        choose(rows[:, 8], slots.features),
         choose(rows[:, 7], jnp.where(plan.release, 0, slots.left)),
         choose(rows[:, SAMPLING:], slots.stop_ids),
     )

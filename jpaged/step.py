@@ -3,8 +3,9 @@
     mixed_step   packed rows of decoding sequences and prompt chunks; one token for each row that is sampled
     decode_loop  up to `num_steps` iterations over decoding sequences with no word from the host between them
 
-Both take (params, state, packed plan) and return (state, packed result). Rows name slots; padding rows name slot S,
-where gathers give 0 and scatters drop. R rows, T tokens, S slots, M blocks a table, V vocabulary.
+Both take (params, state, packed plan) and return (state, packed result, records of log-probabilities). Rows name
+slots; padding rows name slot S, where gathers give 0 and scatters drop. R rows, T tokens, S slots, M blocks a table,
+V vocabulary, C words of a record.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from jpaged_models import Decoder, copy_cache_blocks, merge_params, paged_attend
 from jpaged_models.paged import PagedBatch
 
 from jpaged.allocator import copy_on_write, grow, release
+from jpaged.controls import Processor, count_tokens, draw
+from jpaged.features import Feature
+from jpaged.logprobs import record_prompt, record_tokens
 from jpaged.named_blocks import NAME, NAME_FIRST, drop_names, fork_slots, name_blocks, open_shared, share_names
 from jpaged.plan import Plan, PlanLayout, unpack_plan
-from jpaged.sampling import SamplingState, sample
+from jpaged.sampling import SamplingState
 from jpaged.state import EngineState, SlotState, admit, count_blocks
 from jpaged.stats import BlockCounts
 from jpaged.tiles import over_tiles
@@ -32,6 +36,13 @@ from jpaged.tiles import over_tiles
 COPY_TILE = 4  # blocks copied at once where sequences part
 HEAD_ROWS = (8, 32, 128)  # row counts the head is compiled for in a mixed step, besides all of its rows
 Params = Mapping[str, jax.Array]
+
+
+class Records(NamedTuple):
+    """Records of log-probabilities, zeros where no request wants one; see `logprobs`."""
+
+    sampled: jax.Array  # i32[K, R, C]
+    prompt: jax.Array | None  # i32[T, C], mixed steps only
 
 
 class StepResult(NamedTuple):
@@ -53,12 +64,16 @@ class StepSpec:
     block_size: int
     decode_steps: int  # most iterations of decode_loop
     attention_backend: str
+    record_size: int  # words of a record of log-probabilities
+    logits_processor: Processor | None = None
 
 
 # ---------------------------------------------------------------- the two programs
 
 
-def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
+def mixed_step(
+    spec: StepSpec, params: Params, state: EngineState, packed: jax.Array
+) -> tuple[EngineState, jax.Array, Records]:
     """One step over packed rows of any lengths. packed i32[layout.size] -> result with K = 1."""
     block_size, layout = spec.block_size, spec.layout
     plan = unpack_plan(packed, layout)
@@ -99,13 +114,22 @@ def mixed_step(spec: StepSpec, params: Params, state: EngineState, packed: jax.A
     final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")
     sampled = (row < plan.num_sampled) & ok
     logits = _logits_of_prefix(model, final, plan.num_sampled)
-    drawn = sample(logits, _gather_sampling(state.slots, plan.slots), context)
-    slots, left = _emit(state.slots, plan.slots, drawn, sampled)
-    state = state._replace(cache=cache, slots=slots)
-    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state, block_size)
+    sampling, features = _gather_sampling(state.slots, plan.slots)
+    features = jnp.where(sampled, features, 0)
+    drawn = draw(logits, sampling, features, context, state.controls, plan.slots, spec.logits_processor)
+    state, left = _emit(state._replace(cache=cache), plan.slots, features, drawn, sampled)
+    wanted = (features & Feature.LOGPROBS) != 0
+    sampled_records = jnp.zeros((1, layout.rows, spec.record_size), jnp.int32)
+    records = Records(
+        record_tokens(sampled_records, jnp.int32(0), wanted, logits, drawn),
+        record_prompt(model.logits, hidden, _following(plan, state.slots, starts, owner), spec.record_size),
+    )
+    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state, block_size), records
 
 
-def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, jax.Array]:
+def decode_loop(
+    spec: StepSpec, params: Params, state: EngineState, packed: jax.Array
+) -> tuple[EngineState, jax.Array, Records]:
     """plan.num_steps decode iterations, or fewer: it ends when every row has, or, with plan.stop_early, when any has.
 
     Result with K = spec.decode_steps. With stop_early and a row that had ended before, one iteration runs.
@@ -115,28 +139,34 @@ def decode_loop(spec: StepSpec, params: Params, state: EngineState, packed: jax.
     state, done = _apply_commands(state, plan, spec.block_size)
     model = merge_params(spec.graphdef, params)
     in_rows = jnp.arange(layout.rows) < plan.num_rows
-    sampling = _gather_sampling(state.slots, plan.slots)
+    sampling, features = _gather_sampling(state.slots, plan.slots)
+    once = (features & Feature.STRUCTURED) != 0  # rows whose next token waits for a mask from the host
 
     def left_in(slots: SlotState) -> jax.Array:
         return jnp.where(in_rows, slots.left.at[plan.slots].get(mode="fill", fill_value=0), 0)
 
     def unfinished(carry: tuple) -> jax.Array:
-        step, state, _, ok = carry
+        step, state, _, _, ok = carry
         left = left_in(state.slots)
         ended = jnp.any(in_rows & (left == 0))
-        return (step < plan.num_steps) & ok & jnp.any(left > 0) & ~(plan.stop_early & ended & (step > 0))
+        runs = (left > 0) & ~(once & (step > 0))
+        return (step < plan.num_steps) & ok & jnp.any(runs) & ~(plan.stop_early & ended & (step > 0))
 
     def iterate(carry: tuple) -> tuple:
-        step, state, out, _ = carry
-        active = left_in(state.slots) > 0
+        step, state, out, records, _ = carry
+        active = (left_in(state.slots) > 0) & ~(once & (step > 0))
         state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), spec.block_size, 1)
         active &= ok
-        state, drawn = _decode_rows(spec, model, state, plan.slots, plan.num_rows, active, sampling)
-        return step + 1, state, out.at[step].set(drawn, mode="drop"), ok
+        state, drawn, logits = _decode_rows(spec, model, state, plan.slots, plan.num_rows, active, sampling, features)
+        records = record_tokens(records, step, active & ((features & Feature.LOGPROBS) != 0), logits, drawn)
+        return step + 1, state, out.at[step].set(drawn, mode="drop"), records, ok
 
-    out = jnp.full((spec.decode_steps, layout.rows), -1, jnp.int32)
-    steps, state, out, ok = lax.while_loop(unfinished, iterate, (jnp.int32(0), state, out, done))
-    return state, _pack_result(out, left_in(state.slots), ok, steps, state, spec.block_size)
+    shape = (spec.decode_steps, layout.rows)
+    out, records = jnp.full(shape, -1, jnp.int32), jnp.zeros((*shape, spec.record_size), jnp.int32)
+    start = (jnp.int32(0), state, out, records, done)
+    steps, state, out, records, ok = lax.while_loop(unfinished, iterate, start)
+    result = _pack_result(out, left_in(state.slots), ok, steps, state, spec.block_size)
+    return state, result, Records(records, None)
 
 
 def unpack_result(packed: np.ndarray, rows: int) -> StepResult:
@@ -204,10 +234,11 @@ def _decode_rows(
     num_rows: jax.Array,
     active: jax.Array,
     sampling: SamplingState,
-) -> tuple[EngineState, jax.Array]:
+    features: jax.Array,
+) -> tuple[EngineState, jax.Array, jax.Array]:
     """One token for every row in active bool[R], whose table already has room; all are among the first num_rows i32[].
 
-    Returns (state, tokens i32[R]).
+    Returns (state, tokens i32[R], logits f32[R, V]).
     """
     block_size = spec.block_size
     tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
@@ -224,9 +255,11 @@ def _decode_rows(
     tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
     attend = paged_attend(batch, spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend, live=num_rows)
-    drawn = sample(model.logits(hidden, live=num_rows), sampling, lengths)
-    slot_state, _ = _emit(state.slots, slots, drawn, active)
-    return state._replace(cache=cache, slots=slot_state), jnp.where(active, drawn, -1)
+    features = jnp.where(active, features, 0)
+    logits = model.logits(hidden, live=num_rows)
+    drawn = draw(logits, sampling, features, lengths, state.controls, slots, spec.logits_processor)
+    state, _ = _emit(state._replace(cache=cache), slots, features, drawn, active)
+    return state, jnp.where(active, drawn, -1), logits
 
 
 def _write_slots(
@@ -237,8 +270,20 @@ def _write_slots(
     return jnp.where(valid, block, 0) * block_size + positions % block_size
 
 
-def _gather_sampling(slots: SlotState, rows: jax.Array) -> SamplingState:
-    return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), slots.sampling)
+def _gather_sampling(slots: SlotState, rows: jax.Array) -> tuple[SamplingState, jax.Array]:
+    """Sampling parameters and features of the rows; 0 for padding."""
+    return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), (slots.sampling, slots.features))
+
+
+def _following(plan: Plan, slots: SlotState, starts: jax.Array, owner: jax.Array) -> jax.Array:
+    """i32[T]: the prompt token after each token of a row that wants log-probabilities of its prompt, -1 elsewhere."""
+    assert plan.tokens is not None and plan.next_tokens is not None
+    token = jnp.arange(owner.shape[0], dtype=jnp.int32)
+    features = slots.features.at[plan.slots].get(mode="fill", fill_value=0)
+    wanted = ((features & Feature.PROMPT_LOGPROBS) != 0) & (jnp.arange(plan.slots.shape[0]) >= plan.num_decode)
+    last = token + 1 == starts[1:].at[owner].get(mode="fill", fill_value=0)
+    following = jnp.where(last, plan.next_tokens.at[owner].get(mode="fill", fill_value=-1), jnp.roll(plan.tokens, -1))
+    return jnp.where(wanted.at[owner].get(mode="fill", fill_value=False), following, -1)
 
 
 def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> jax.Array:
@@ -255,20 +300,21 @@ def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> ja
     return lax.switch(jnp.searchsorted(jnp.array(sizes), count, method="compare_all"), branches)
 
 
-def _emit(slots: SlotState, rows: jax.Array, tokens: jax.Array, sampled: jax.Array) -> tuple[SlotState, jax.Array]:
-    """Record sampled tokens i32[R]; a stop id or the last allowed token ends its row. Returns (slots, left i32[R])."""
+def _emit(
+    state: EngineState, rows: jax.Array, features: jax.Array, tokens: jax.Array, sampled: jax.Array
+) -> tuple[EngineState, jax.Array]:
+    """Record sampled tokens i32[R]; a stop id or the last allowed token ends its row. Returns (state, left i32[R])."""
+    slots = state.slots
     stop_ids = slots.stop_ids.at[rows].get(mode="fill", fill_value=-1)  # [R, E]
     left = slots.left.at[rows].get(mode="fill", fill_value=0)
     stopped = jnp.any(tokens[:, None] == stop_ids, axis=1)
     left = jnp.where(sampled, jnp.where(stopped, 0, left - 1), left)
     target = jnp.where(sampled, rows, slots.left.shape[0])
-    return (
-        slots._replace(
-            last_token=slots.last_token.at[target].set(tokens, mode="drop"),
-            left=slots.left.at[target].set(left, mode="drop"),
-        ),
-        left,
+    slots = slots._replace(
+        last_token=slots.last_token.at[target].set(tokens, mode="drop"),
+        left=slots.left.at[target].set(left, mode="drop"),
     )
+    return state._replace(slots=slots, controls=count_tokens(state.controls, target, features, tokens)), left
 
 
 def _pack_result(

@@ -49,6 +49,28 @@ def compile_template(source: str) -> Callable[..., str]:
     return render
 
 
+def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A rendered conversation up to the end of its last message's content, as transformers cuts it.
+
+    Raises ``ChatTemplateError`` if the content is not in the text (templates may drop or change it).
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):  # a list of parts: the last text of them
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and "text" in part]
+        content = texts[-1] if texts else None
+    if not isinstance(content, str) or not content.strip():
+        raise ChatTemplateError(f"continue_final_message needs a last message with text in it, got {content!r}")
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise ChatTemplateError(
+            "continue_final_message: the chat template does not show the last message as it is, so that it cannot be "
+            f"continued: {content!r}"
+        )
+    # A template that keeps trailing spaces shows them before the end of the turn; others trim them.
+    kept = content.lstrip()
+    return text[: start + len(kept if text.startswith(kept, start) else content.strip())]
+
+
 def check_messages(messages: Any) -> None:
     """Raises ``ValueError`` unless ``messages`` is a non-empty list of dicts with a role."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:

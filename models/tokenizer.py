@@ -1,5 +1,6 @@
 """Text to token ids and back, over the ``tokenizers`` library, with the checkpoint's chat template."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from .chat_template import compile_template
+from .chat_template import compile_template, cut_after_final_message
 from .errors import CheckpointError
 from .jsonfile import read_object
 
@@ -73,6 +74,22 @@ class Tokenizer:
         """How many token texts it knows, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @functools.cached_property
+    def byte_fallback(self) -> bool:
+        """Whether its decoder has tokens for single bytes ("<0x0A>") that it decodes a run at a time."""
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
+
+    @functools.cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        """Ids of tokens beside the model's own vocabulary, the special ones among them."""
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Those of the added tokens that ``decode`` leaves out by default."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
     @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
@@ -88,12 +105,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
         """The prompt text of a conversation. Encode it with ``add_special_tokens=False``: it has them.
 
+        ``continue_final_message``: end with the last message's content, for the model to go on with it.
         Raises ``ValueError`` without a template, and ``ChatTemplateError`` (a ValueError) when it fails.
         """
         if chat_template is not None:
@@ -102,11 +121,17 @@ class Tokenizer:
             raise ValueError("this model has no chat template; pass one, or prompt it with plain text")
         else:
             render = self._render = self._render or compile_template(self.chat_template)
-        return render(
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "continue_final_message must be used with add_generation_prompt=False: a new turn is begun or the last "
+                "one continued, got True for both"
+            )
+        text = render(
             messages,
             **{**self.special_tokens, "tools": tools, "documents": None, **variables},
             add_generation_prompt=add_generation_prompt,
         )
+        return cut_after_final_message(text, messages) if continue_final_message else text
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -1,73 +1,135 @@
-"""Time the sampler on its own, for each kind of request, beside XLA's argmax over the same logits.
+"""Time what happens to a step's logits, for each kind of request, beside XLA's argmax over the same logits.
 
-    python scripts/bench_sampling.py [--rows 32] [--vocab 49152] [--repeats 50] [--json FILE]
+    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--json FILE]
 
-Logits follow a power law over the ranks, like a language model's: "peaked" ones whose top-p 0.9 set has a few
-to a few dozen tokens, and "mixed" ones where some rows need thousands.
+Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
+peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
+size), as in a step: argmax and nothing else, and the whole of sampling where no row uses any of it.
 """
 
 from __future__ import annotations
 
-import statistics
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_tools import make_parser, print_table, save_json, time_calls
+from bench_tools import make_parser, print_table, save_json, take_turns
 
-from jpaged.sampling import SamplingState, filtered_weights, sample, seed_words
+from jpaged import EngineConfig, SamplingParams
+from jpaged.control_rows import find_features, make_row
+from jpaged.controls import Controls, draw
+from jpaged.features import Feature
+from jpaged.logprobs import record_size, record_tokens
+from jpaged.request import Request
+from jpaged.sampling import SamplingState, seed_words
 
-KINDS: dict[str, dict[str, float]] = {
+BIASED = dict.fromkeys(range(100, 400), 0.5)
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {},
     "min_p 0.05": {"min_p": 0.05},
     "top_k 50": {"top_k": 50},
     "top_p 0.9": {"top_p": 0.9},
     "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
-    "top_k 500": {"top_k": 500},
+    "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "greedy, logit_bias of 300": {"temperature": 0.0, "logit_bias": BIASED},
+    "greedy, min_tokens": {"temperature": 0.0, "min_tokens": 1000, "max_tokens": None},
+    "greedy, allowed_token_ids": {"temperature": 0.0, "allowed_token_ids": tuple(range(1000))},
+    "greedy, bad_words": {"temperature": 0.0, "bad_words": ("word",)},
+    "greedy, logprobs 0 to 20": {"temperature": 0.0, "logprobs": 20},
+    "all of these, top_k 50": {
+        "top_k": 50,
+        "repetition_penalty": 1.2,
+        "logit_bias": BIASED,
+        "allowed_token_ids": tuple(range(20_000)),
+        "bad_words": ("word",),
+        "logprobs": 20,
+    },
 }
-SLOPES = {"peaked": (1.6, 3.0), "mixed": (0.9, 2.5)}
+WORDS = [(5, 6), (7, 8, 9), (10,)]
+PROMPT, OUTPUT = list(range(200)), list(range(150, 350))
 
 
-def make_logits(rows: int, vocab: int, slopes: tuple[float, float]) -> jax.Array:
+def make_logits(rows: int, vocab: int) -> jax.Array:
     rng = np.random.default_rng(0)
-    slope = np.linspace(*slopes, rows)[:, None]
+    slope = np.linspace(0.9, 3.0, rows)[:, None]
     logits = -slope * np.log(np.arange(vocab) + 2.0) + rng.normal(size=(rows, vocab)) * 0.5
     return jnp.asarray(rng.permuted(logits, axis=1), jnp.float32)
 
 
-def make_state(rows: int, *, temperature: float = 1.0, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0):
-    return SamplingState(
-        temperature=jnp.full(rows, temperature, jnp.float32),
-        top_k=jnp.full(rows, int(top_k), jnp.int32),
-        top_p=jnp.full(rows, top_p, jnp.float32),
-        min_p=jnp.full(rows, min_p, jnp.float32),
+def make_batch(params: SamplingParams, rows: int, vocab: int, config: EngineConfig) -> tuple[Any, ...]:
+    """(sampling state, features, position, controls, slots) of rows that all ask for `params`."""
+    words = WORDS if params.bad_words else []
+    request = Request("r", PROMPT, params, 1000, 0, frozenset({2}), bad_word_ids=words, output_token_ids=OUTPUT)
+    request.features = find_features(request)
+    controls = Controls(*(jnp.stack([jnp.asarray(each)] * rows) for each in make_row(request, vocab, config)))
+    sampling = SamplingState(
+        temperature=jnp.full(rows, params.temperature, jnp.float32),
+        top_k=jnp.full(rows, params.top_k, jnp.int32),
+        top_p=jnp.full(rows, params.top_p, jnp.float32),
+        min_p=jnp.full(rows, params.min_p, jnp.float32),
         seed=jnp.asarray(np.stack([seed_words(seed) for seed in range(rows)])),
     )
+    position = jnp.full(rows, len(PROMPT) + len(OUTPUT), jnp.int32)
+    return sampling, jnp.full(rows, request.features, jnp.int32), position, controls, jnp.arange(rows)
+
+
+def finish_step(
+    logits: jax.Array,
+    sampling: SamplingState,
+    features: jax.Array,
+    position: jax.Array,
+    controls: Controls,
+    slots: jax.Array,
+    *,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and records of log-probabilities: what a step does with its logits."""
+    tokens = draw(logits, sampling, features, position, controls, slots, None)
+    records = jnp.zeros((1, logits.shape[0], size), jnp.int32)
+    return tokens, record_tokens(records, jnp.int32(0), (features & Feature.LOGPROBS) != 0, logits, tokens)
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=49_152)
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
 
-    position = jnp.arange(args.rows, dtype=jnp.int32)
-    argmax, run = jax.jit(lambda logits, *_: jnp.argmax(logits, axis=1)), jax.jit(sample)
-    rows = []
+    config = EngineConfig(num_blocks=200, max_model_len=2048, max_num_seqs=args.rows)
+    logits = make_logits(args.rows, args.vocab)
+    finish = functools.partial(finish_step, size=record_size(config.max_logprobs, args.vocab))
+    run = jax.jit(finish)
+
+    def argmax(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=1)
+
+    batches = {
+        kind: make_batch(SamplingParams(**params), args.rows, args.vocab, config) for kind, params in KINDS.items()
+    }
+    runs = {"argmax alone": functools.partial(jax.jit(argmax), logits)}
+    runs |= {kind: functools.partial(run, logits, *batch) for kind, batch in batches.items()}
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(args.rows, args.hidden)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(args.vocab, args.hidden)) * 0.05, jnp.bfloat16)
+
+    def product(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return jnp.einsum("vh,rh->vr", head, hidden, preferred_element_type=jnp.float32).T
+
+    plain = jax.jit(lambda hidden, head: argmax(product(hidden, head)))
+    whole = jax.jit(lambda hidden, head, *batch: finish(product(hidden, head), *batch))
+    runs["head, argmax alone"] = functools.partial(plain, hidden, head)
+    runs["head, greedy"] = functools.partial(whole, hidden, head, *batches["greedy"])
+    times = take_turns(runs, args.repeats)
+    table = [(kind, 1e3 * seconds, 1e3 * (seconds - times["greedy"])) for kind, seconds in times.items()]
     print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}")
-    for shape, slopes in SLOPES.items():
-        logits = make_logits(args.rows, args.vocab, slopes)
-        kept = (filtered_weights(logits, make_state(args.rows, top_p=0.9)) > 0).sum(axis=1)
-        print(f"{shape}: the top-p 0.9 set has {int(kept.min())} to {int(kept.max())} tokens")
-        for kind, params in {"argmax": {}, **KINDS}.items():
-            program, state = argmax if kind == "argmax" else run, make_state(args.rows, **params)
-            times = time_calls(program, args.repeats, lambda logits=logits, state=state: (logits, state, position))
-            rows.append((shape, kind, 1e3 * statistics.median(times), 1e3 * min(times)))
-    header = ("logits", "kind", "median ms", "least ms")
-    print_table(header, rows)
-    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
+    header = ("every row asks for", "ms", "ms over greedy")
+    print_table(header, table)
+    save_json(args.json, [dict(zip(header, row, strict=True)) for row in table])
 
 
 if __name__ == "__main__":

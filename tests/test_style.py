@@ -68,9 +68,13 @@ def test_imports_go_down_only(name: str) -> None:
 
 
 def runtime_dependencies() -> set[str]:
-    """Import names of what pyproject.toml requires."""
+    """Import names of what pyproject.toml requires, and of what extras for users add."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = {re.match(r"[\w-]+", dependency)[0].replace("-", "_") for dependency in project["dependencies"]}
+    extras = [
+        each for name, packages in project["optional-dependencies"].items() if name != "test" for each in packages
+    ]
+    dependencies = [*project["dependencies"], *extras]
+    names = {re.match(r"[\w-]+", dependency)[0].replace("-", "_") for dependency in dependencies}
     return names - {"orbax_checkpoint"} | {"orbax", "ml_dtypes"}  # jax itself requires ml_dtypes
 
 

@@ -1,8 +1,11 @@
 """The engine on a tiny model: the same tokens alone, in any batch, in any chunking, through any preemption."""
 
+from importlib.util import find_spec
+
 import jax
 import numpy as np
 import pytest
+from ascii_model import ascii_model
 from tiny import finish, greedy_reference, make_prompts, run_all, tiny_config, tiny_engine, tiny_model
 
 from jpaged import Engine, SamplingParams
@@ -80,7 +83,7 @@ def test_more_requests_than_memory():
 
 def test_nothing_compiles_after_warm_up():
     """Requests of all kinds after warm_up: not one compilation, neither of a step nor of a stray operation."""
-    engine = Engine(tiny_model(), tiny_config(max_num_seqs=16, max_num_batched_tokens=48, num_blocks=66))
+    engine = Engine(ascii_model(), tiny_config(max_num_seqs=16, max_num_batched_tokens=48, num_blocks=66))
     before = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
     engine.warm_up()
     after = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
@@ -90,6 +93,13 @@ def test_nothing_compiles_after_warm_up():
         lambda event, seconds, **_: compiled.append(event) if "compile" in event else None
     )
     rng = np.random.default_rng(2)
+    controls = [
+        {},
+        dict(repetition_penalty=1.5, logit_bias={5: 1.0}, min_tokens=1),
+        dict(logprobs=3, prompt_logprobs=2),
+        dict(bad_words=["ab", "c"], allowed_token_ids=range(60), stop=["xy"]),
+        dict(structured_outputs={"regex": "[a-z]{3,9}"}) if find_spec("llguidance") else {},
+    ]
     params = [
         SamplingParams(
             temperature=float(rng.choice([0.0, 0.7, 1.3])),
@@ -98,8 +108,9 @@ def test_nothing_compiles_after_warm_up():
             min_p=float(rng.choice([0.0, 0.05])),
             max_tokens=int(rng.integers(1, 20)),
             stop_token_ids=(int(rng.integers(97)),),
+            **controls[i % len(controls)],
         )
-        for _ in range(60)
+        for i in range(60)
     ]
     requests = []
     for i, (prompt, each) in enumerate(zip(make_prompts(60, 60, seed=3), params, strict=True)):

@@ -68,7 +68,7 @@ def test_text_is_the_tokens_without_the_one_that_ended_it(llm):
     assert completion.finish_reason == "stop" and completion.stop_reason == path[3]
     length = path.index(path[3])
     assert completion.token_ids == path[: length + 1]
-    assert completion.text == " ".join(f"w{token}" for token in path[:length] if token != 2)
+    assert completion.text == "".join(f" w{token}" for token in path[:length] if token != 2)
 
 
 def test_params_one_each(llm):
@@ -122,6 +122,22 @@ def test_chat(llm):
     for bad in ([], "hello"):
         with pytest.raises(ValueError, match="messages must be a conversation"):
             llm.chat(bad, GREEDY)
+
+
+def test_chat_with_tools_and_template_variables(llm):
+    template = "w1 {% for t in tools %}w{{ t.number }} {% endfor %}{{ word }} {{ messages[-1].content }} w9 w10"
+    options = dict(use_tqdm=False, chat_template=template, chat_template_kwargs={"word": "w7"})
+    message = [{"role": "user", "content": "w5 w6"}]
+    (output,) = llm.chat(message, GREEDY, tools=[{"number": 30}, {"number": 31}], **options)
+    assert output.prompt_token_ids == [1, 30, 31, 7, 5, 6, 9, 10]
+    (continued,) = llm.chat(
+        message, GREEDY, tools=[], add_generation_prompt=False, continue_final_message=True, **options
+    )
+    assert continued.prompt_token_ids == [1, 7, 5, 6]
+    with pytest.raises(ValueError, match="continue_final_message must be used with add_generation_prompt=False"):
+        llm.chat(message, GREEDY, tools=[], continue_final_message=True, **options)
+    with pytest.raises(ValueError, match="refused the messages: access to attribute '__class__'"):
+        llm.chat(message, GREEDY, chat_template="{{ messages.__class__.__mro__ }}")
 
 
 def test_interrupted_call_leaves_the_engine_empty(llm, monkeypatch):

@@ -59,3 +59,38 @@ def test_smollm2(demo_model, root):
     check_goldens(llm, goldens)
     (chat,) = llm.chat([{"role": "user", "content": "What is 2 + 2?"}], GREEDY, use_tqdm=False)
     assert "4" in chat.outputs[0].text
+
+
+def check_logprobs(llm: LLM, goldens: list[dict]) -> None:
+    """Prompt and output tokens, ranks and the five likeliest, within 1e-4 of transformers'."""
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=len(golden["token_ids"]) - golden["prompt_length"],
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=5,
+        )
+        for golden in goldens
+    ]
+    prompts = [golden["token_ids"][: golden["prompt_length"]] for golden in goldens]
+    for output, golden in zip(llm.generate(prompts, params, use_tqdm=False), goldens, strict=True):
+        assert output.prompt_token_ids + output.outputs[0].token_ids == golden["token_ids"]
+        found = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+        for i, entries in enumerate(found):
+            own = entries[golden["token_ids"][i + 1]]
+            assert abs(own.logprob - golden["logprobs"][i]) < 1e-4 and own.rank == golden["ranks"][i]
+            for token, value in zip(golden["top_ids"][i], golden["top_logprobs"][i], strict=True):
+                assert abs(entries[token].logprob - value) < 1e-4
+
+
+def test_logprobs_of_stories260k(stories, root):
+    goldens = json.loads((root / "tests/goldens/logprobs_stories260k.json").read_text())
+    llm = LLM(stories, dtype="float32", warm_up=False, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=8)
+    check_logprobs(llm, goldens)
+
+
+def test_logprobs_of_smollm2(demo_model, root):
+    goldens = json.loads((root / "tests/goldens/logprobs_smollm2.json").read_text())
+    llm = LLM(demo_model, dtype="float32", warm_up=False, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=32)
+    check_logprobs(llm, goldens)

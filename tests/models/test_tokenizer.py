@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from jpaged_models import CheckpointError, Tokenizer, load_tokenizer
-from jpaged_models.chat_template import ChatTemplateError, compile_template
+from jpaged_models.chat_template import ChatTemplateError, compile_template, cut_after_final_message
 from jpaged_models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -261,3 +261,22 @@ def test_bad_templates_are_named(template: str, message: str) -> None:
 def test_bad_messages_are_named(messages: Any) -> None:
     with pytest.raises(ValueError, match="message"):
         compile_template("x")(messages)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "want"),
+    [
+        ("<u>hi</u><a>Sure, </a>", "Sure, ", "<u>hi</u><a>Sure, "),  # the template keeps the space
+        ("<u>hi</u><a>Sure,</a>", "Sure, ", "<u>hi</u><a>Sure,"),  # or trims it
+        ("<u>x</u><a>x</a>", " x", "<u>x</u><a>x"),  # the last place it is at
+        ("<a>one two</a>", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "<a>one two"),
+    ],
+)
+def test_cut_after_the_final_message(text: str, content: Any, want: str) -> None:
+    assert cut_after_final_message(text, [{"role": "assistant", "content": content}]) == want
+
+
+@pytest.mark.parametrize("content", ["gone", "  ", None, [{"type": "image"}]])
+def test_a_final_message_that_is_not_in_the_text(content: Any) -> None:
+    with pytest.raises(ChatTemplateError, match="continue_final_message"):
+        cut_after_final_message("<a>here</a>", [{"role": "assistant", "content": content}])

@@ -1,0 +1,91 @@
+"""From a request as the engine keeps it to what its user is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jpaged_models import Tokenizer
+
+from jpaged.logprobs import sum_own, unpack_records
+from jpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jpaged.request import Request
+from jpaged.sampling_params import RequestOutputKind
+
+
+def make_metrics(request: Request) -> RequestMetrics:
+    return RequestMetrics(
+        request.arrival_time,
+        request.first_scheduled_time,
+        request.first_token_time,
+        request.last_token_time,
+        request.finished_time,
+    )
+
+
+def make_completion(request: Request, tokenizer: Tokenizer | None, *, first_token: int = 0) -> CompletionOutput:
+    """The continuation a request has so far, from token `first_token` on.
+
+    The text is whole, wherever the tokens begin. `tokenizer` is for the text of tokens among log-probabilities.
+    """
+    tokens, most = request.output_token_ids[first_token:], request.params.logprobs
+    return CompletionOutput(
+        request.index,
+        "" if request.text is None else request.text.shown(request),
+        tokens,
+        cumulative_logprob=None if most is None else sum_own(request.records),
+        logprobs=None if most is None else unpack_records(request.records[first_token:], tokens, most, tokenizer),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
+
+
+def make_output(
+    request: Request, completions: list[CompletionOutput], tokenizer: Tokenizer | None = None
+) -> RequestOutput:
+    """A prompt with its continuations; `request` is the one that stands for the prompt."""
+    prompt, most = list(request.prompt_token_ids), request.params.prompt_logprobs
+    return RequestOutput(
+        request.request_id,
+        request.prompt,
+        prompt,
+        prompt_logprobs=None
+        if most is None
+        else [None, *unpack_records(request.prompt_records, prompt[1:], most, tokenizer)],
+        outputs=completions,
+        finished=request.group_finished,
+        metrics=make_metrics(request),
+        num_cached_tokens=request.num_cached_tokens,
+        error=request.error,
+    )
+
+
+def make_refusal(request_id: str, prompt: str | None, error: str) -> RequestOutput:
+    """What a request that cannot be served gets in place of an answer."""
+    refused = CompletionOutput(0, "", [], finish_reason="error")
+    return RequestOutput(request_id, prompt, [], outputs=[refused], error=error)
+
+
+class OutputStream:
+    """What a stream shows of one output each time it got tokens, as its `output_kind` asks.
+
+    Of a prompt with several outputs it shows the one that got tokens; with FINAL_ONLY all, when the last has ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.characters = self.tokens = 0  # shown before, for DELTA
+
+    def next(self, request: Request) -> RequestOutput | None:
+        """None while there is nothing to show."""
+        kind, first = request.params.output_kind, request.group[0]
+        if kind is RequestOutputKind.FINAL_ONLY:
+            if not request.group_finished:
+                return None
+            completions = [make_completion(each, self.tokenizer) for each in request.group]
+            return make_output(first, completions, self.tokenizer)
+        if kind is RequestOutputKind.CUMULATIVE:
+            return make_output(first, [make_completion(request, self.tokenizer)], self.tokenizer)
+        completion = make_completion(request, self.tokenizer, first_token=self.tokens)
+        delta = dataclasses.replace(completion, text=completion.text[self.characters :])
+        self.tokens, self.characters = len(request.output_token_ids), len(completion.text)
+        return make_output(first, [delta], self.tokenizer)
