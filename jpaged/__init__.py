@@ -10,8 +10,9 @@ from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.llm import LLM
 from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.stats import EngineStats
+from jpaged.structured_params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -22,5 +23,7 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

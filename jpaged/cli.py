@@ -23,7 +23,20 @@ from jpaged.sampling_params import SamplingParams
 
 PACKAGES = ("jpaged", "jax", "jaxlib", "flax")
 # Fields of SamplingParams that the command line can set; what is not given, the checkpoint recommends.
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop_token_ids", "ignore_eos")
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
 # Arguments of LLM that it can set; what is not given, LLM chooses.
 ENGINE = (
     "tokenizer",
@@ -94,6 +107,11 @@ def add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens whose probabilities reach P")
     add("--min-p", type=float, metavar="P", help="leave out tokens less than P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1: tokens seen before become less likely")
+    add("--frequency-penalty", type=float, metavar="X", help="taken from a token's logit each time it was generated")
+    add("--presence-penalty", type=float, metavar="X", help="taken from the logit of tokens that were generated")
+    add("--min-tokens", type=int, metavar="N", help="no end of an output before N tokens")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an output")
     add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="tokens that end an output, besides the model's")
     add("--ignore-eos", action="store_true", help="go on after the model's end of text")
 

@@ -10,9 +10,9 @@ from jpaged.features import CONTROLLED, Feature
 from jpaged.request import Request
 
 
-def counts_dtype(config: EngineConfig) -> np.dtype:
+def counts_dtype(max_model_len: int) -> np.dtype:
     """The smallest type that can count every token of the longest sequence twice."""
-    return np.dtype(np.int16 if config.max_model_len < 2**14 else np.int32)
+    return np.dtype(np.int16 if max_model_len < 2**14 else np.int32)
 
 
 def init_controls(vocab_size: int, config: EngineConfig) -> Controls:
@@ -33,7 +33,7 @@ def empty_row(vocab_size: int, config: EngineConfig) -> Controls:
         bad_last=np.full(words, vocab_size, np.int32),
         bad_before=np.full((words, before), -1, np.int32),
         recent=np.full(before, -2, np.int32),
-        counts=np.zeros(vocab_size, counts_dtype(config)),
+        counts=np.zeros(vocab_size, counts_dtype(config.max_model_len)),
         penalties=np.array([1, 0, 0], np.float32),
         args=np.zeros(len(config.processor_args), np.float32),
     )

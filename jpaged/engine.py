@@ -13,6 +13,7 @@ from jpaged.audit import AllocatorError
 from jpaged.bad_words import find_bad_words
 from jpaged.config import EngineConfig
 from jpaged.control_rows import check_controls, find_features, next_mask
+from jpaged.features import Feature
 from jpaged.output_text import OutputText
 from jpaged.policies import SchedulingPolicy, make_policy
 from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
@@ -63,6 +64,7 @@ class Engine:
         self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
         self.requests: dict[str, Request] = {}
+        self.attended: set[str] = set()  # those the host has work for at every token: stop strings, masks, records
         self.grammars = GrammarQueue(GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_token_ids))
         self.pending: Dispatched | None = None
         self.clock = clock
@@ -122,6 +124,8 @@ class Engine:
         else:
             self.scheduler.add(request)
         self.requests[request_id] = request
+        if params.stop or request.features & (Feature.LOGPROBS | Feature.PROMPT_LOGPROBS | Feature.STRUCTURED):
+            self.attended.add(request_id)
         return request
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
@@ -143,6 +147,7 @@ class Engine:
         first = self.requests.pop(request_id, None)
         if first is None:
             return
+        self.attended.discard(request_id)
         compiling = self.grammars.discard(first)
         for request in first.group:
             if compiling:
@@ -254,17 +259,20 @@ class Engine:
         result = self.runner.read(dispatched)
         arrived = self.clock()
         schedule = dispatched.schedule
-        wanting = find_wanting(schedule)
+        attending = bool(self.attended)  # else there is nothing to do for a token
+        wanting = find_wanting(schedule) if attending else []
         touched = self.scheduler.update(schedule, result.tokens, result.left)
         for request in touched:
-            self._look_for_end(request)
+            if attending:
+                self._look_for_end(request)
             if request.first_token_time is None:
                 request.first_token_time = arrived
             request.last_token_time = arrived
             if request.finished:
                 self._forget(request, arrived)
-        keep_records(schedule, wanting, dispatched.records)
-        self._write_masks([request for request in touched if request.grammar is not None])
+        if attending:
+            keep_records(schedule, wanting, dispatched.records)
+            self._write_masks([request for request in touched if request.grammar is not None])
         if schedule.has_rows:
             prompt = sum(chunk.length for chunk in schedule.prefill)
             generated = int((result.tokens >= 0).sum())
@@ -317,6 +325,7 @@ class Engine:
     def _forget(self, request: Request, now: float) -> None:
         request.finished_time = now
         if request.group_finished and self.requests.pop(request.request_id, None) is not None:
+            self.attended.discard(request.request_id)
             self.collector.finished += 1
 
     def _draw_seed(self) -> int:

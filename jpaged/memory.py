@@ -8,6 +8,7 @@ import jax
 from jpaged_models import LoadedModel, ModelConfig, init_cache
 
 from jpaged.config import check_kv_cache_dtype
+from jpaged.control_rows import counts_dtype
 
 CPU_KV_BYTES = 4 << 30  # unless asked for more: a laptop has other things to do with its memory
 
@@ -62,8 +63,10 @@ def pick_num_blocks(
         if kv_cache_memory_bytes is not None:
             affordable = kv_cache_memory_bytes // per_block
         else:
-            affordable = _free_bytes(memory_fraction) // per_block
-        num_blocks = int(min(useful, affordable))
+            # Besides KV, the engine keeps a count for each token of the vocabulary in each slot (see `Controls`).
+            counts = max_num_seqs * model.vocab_size * counts_dtype(max_model_len or limit).itemsize
+            affordable = (_free_bytes(memory_fraction) - counts) // per_block
+        num_blocks = int(min(useful, max(affordable, 0)))
         if num_blocks < 2:
             raise ValueError(
                 f"no room for KV blocks: one takes {per_block} bytes and at least two are needed; "
