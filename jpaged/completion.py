@@ -66,26 +66,27 @@ def make_refusal(request_id: str, prompt: str | None, error: str) -> RequestOutp
 
 
 class OutputStream:
-    """What a stream shows of one output each time it got tokens, as its `output_kind` asks.
-
-    Of a prompt with several outputs it shows the one that got tokens; with FINAL_ONLY all, when the last has ended.
-    """
+    """What a stream shows of one prompt each time its outputs got tokens, as `output_kind` asks."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self.characters = self.tokens = 0  # shown before, for DELTA
+        self.shown: dict[int, tuple[int, int]] = {}  # output -> tokens and characters shown before, for DELTA
 
-    def next(self, request: Request) -> RequestOutput | None:
-        """None while there is nothing to show."""
-        kind, first = request.params.output_kind, request.group[0]
+    def next(self, touched: list[Request]) -> RequestOutput | None:
+        """From the outputs of a step that got tokens or ended; None while there is nothing to show."""
+        first, kind = touched[0].group[0], touched[0].params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY:
-            if not request.group_finished:
+            if not first.group_finished:
                 return None
-            completions = [make_completion(each, self.tokenizer) for each in request.group]
-            return make_output(first, completions, self.tokenizer)
-        if kind is RequestOutputKind.CUMULATIVE:
-            return make_output(first, [make_completion(request, self.tokenizer)], self.tokenizer)
-        completion = make_completion(request, self.tokenizer, first_token=self.tokens)
-        delta = dataclasses.replace(completion, text=completion.text[self.characters :])
-        self.tokens, self.characters = len(request.output_token_ids), len(completion.text)
-        return make_output(first, [delta], self.tokenizer)
+            touched = first.group
+        make = self._make_delta if kind is RequestOutputKind.DELTA else self._make_whole
+        return make_output(first, [make(request) for request in touched], self.tokenizer)
+
+    def _make_whole(self, request: Request) -> CompletionOutput:
+        return make_completion(request, self.tokenizer)
+
+    def _make_delta(self, request: Request) -> CompletionOutput:
+        tokens, characters = self.shown.get(request.index, (0, 0))
+        completion = make_completion(request, self.tokenizer, first_token=tokens)
+        self.shown[request.index] = len(request.output_token_ids), len(completion.text)
+        return dataclasses.replace(completion, text=completion.text[characters:])

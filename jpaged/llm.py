@@ -23,7 +23,7 @@ from jpaged.outputs import RequestOutput
 from jpaged.policies import SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy
 from jpaged.request import Request
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt" too.
@@ -179,19 +179,15 @@ class LLM:
         """
         items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
         order = self._add([(item, None) for item in items], self._params_for(sampling_params, len(items)))
-        streams: dict[tuple[str, int], OutputStream] = {}
-        mine, ended = set(order), set()
+        streams = {request_id: OutputStream(self.tokenizer) for request_id in order}
         with self._aborting(order):
             while any(request_id in self.engine.requests for request_id in order):
+                touched: dict[str, list[Request]] = {}
                 for request in self.engine.step():
-                    request_id = request.request_id
-                    if request_id not in mine or request_id in ended:
-                        continue
-                    stream = streams.setdefault((request_id, request.index), OutputStream(self.tokenizer))
-                    output = stream.next(request)
+                    touched.setdefault(request.request_id, []).append(request)
+                for request_id, requests in touched.items():
+                    output = streams[request_id].next(requests) if request_id in streams else None
                     if output is not None:
-                        if request.params.output_kind is RequestOutputKind.FINAL_ONLY:
-                            ended.add(request_id)
                         yield output
 
     def chat(

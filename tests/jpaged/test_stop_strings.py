@@ -150,7 +150,7 @@ def test_streams_of_every_kind(kind: RequestOutputKind) -> None:
         stop = request.text.update(request)
         if stop:
             request.finish("stop", stop)
-        output = stream.next(request)
+        output = stream.next([request])
         outputs += [] if output is None else [output]
     tokens = LETTERS.encode("one ENE €END")
     last = outputs[-1]
