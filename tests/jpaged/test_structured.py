@@ -113,23 +113,20 @@ def test_json_schemas_on_a_random_model() -> None:
 
 
 def test_smollm2_writes_valid_json(demo_model) -> None:
-    """The same 200 schemas with a real model and tokenizer."""
+    """A real model and tokenizer; scripts/check_structured.py has more of them."""
     llm = LLM(
-        demo_model, dtype="bfloat16", warm_up=False, max_model_len=256, max_num_seqs=32, max_num_batched_tokens=256
+        demo_model, dtype="bfloat16", warm_up=False, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=32
     )
     rng = random.Random(5)
-    schemas = [make_schema(rng) for _ in range(200)]
+    schemas = [make_schema(rng, depth=1) for _ in range(24)]
     params = [
-        structured({"json": schema, "disable_any_whitespace": True}, seed=i, temperature=0.7, max_tokens=100)
+        structured({"json": schema, "disable_any_whitespace": True}, seed=i, temperature=0.7, max_tokens=80)
         for i, schema in enumerate(schemas)
     ]
-    outputs = llm.generate(["Write a JSON object.\n"] * 200, params, use_tqdm=False)
-    done = [
-        (o.outputs[0], schema)
-        for o, schema in zip(outputs, schemas, strict=True)
-        if o.outputs[0].finish_reason == "stop"
-    ]
-    assert len(done) > 190
+    outputs = llm.generate(["JSON:\n"] * len(schemas), params, use_tqdm=False)
+    done = [(output.outputs[0], schema) for output, schema in zip(outputs, schemas, strict=True)]
+    done = [(completion, schema) for completion, schema in done if completion.finish_reason == "stop"]
+    assert len(done) > 20
     for completion, schema in done:
         assert conforms(json.loads(completion.text), schema), completion.text
 
