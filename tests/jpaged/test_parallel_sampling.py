@@ -78,7 +78,7 @@ def test_from_python():
     assert [output.token_ids for output in first.outputs] == run_alone([5, 6, 7], 3)
     assert [output.token_ids for output in second.outputs] == run_alone([8, 9], 1)
     for output in first.outputs:
-        assert output.text == " ".join(f"w{token}" for token in output.token_ids if token != 2)
+        assert output.text == "".join(f" w{token}" for token in output.token_ids if token != 2)
 
 
 @pytest.mark.parametrize(
