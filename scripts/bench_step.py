@@ -111,7 +111,7 @@ class Paged:
         # The tables are put back each time: every call decodes the last position of the same context.
         tables = jax.tree.map(jnp.copy, self.tables)
         state = self.runner.state._replace(tables=tables)
-        self.runner.state, result = self.program(self.runner.params, state, self.plan)
+        self.runner.state, result, _ = self.program(self.runner.params, state, self.plan)
         return result
 
 
