@@ -6,6 +6,7 @@ llm = LLM("path/to/model")
 outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 """
 
+from jpaged.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.llm import LLM
@@ -16,6 +17,9 @@ from jpaged.structured_params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineConfig",

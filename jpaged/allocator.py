@@ -225,6 +225,39 @@ def fork(
     return pool._replace(refcount=refcount), tables, ok
 
 
+def reorder(
+    pool: BlockPool, tables: BlockTables, source: jax.Array, *, block_size: int
+) -> tuple[BlockPool, BlockTables]:
+    """Row s becomes what row `source[s]` was, all its blocks shared; `source` i32[S], s itself for rows that stay.
+
+    Beam search: a row may be taken over by several or by none, and blocks that nobody owns any more become free.
+    Cannot fail; a source outside 0..S-1 counts as s.
+    """
+    num_rows, max_blocks, num_blocks = _check(pool, tables, block_size, source=source)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    source = jnp.where((source >= 0) & (source < num_rows), source, row)
+    moved = source != row
+    owned = blocks_needed(tables.length, block_size)
+    column = jnp.arange(max_blocks, dtype=jnp.int32)
+
+    def live(rows: jax.Array) -> jax.Array:
+        """Block ids of rows i32[_TILE] of the old tables, N past their ends."""
+        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
+        return jnp.where(column < owned.at[rows].get(mode="fill", fill_value=0)[:, None], ids, num_blocks).reshape(-1)
+
+    def take(rows: jax.Array, refcount: jax.Array) -> jax.Array:
+        rows = source.at[rows].get(mode="fill", fill_value=num_rows)
+        return refcount.at[live(rows)].add(1, mode="drop")
+
+    # All references are taken before any is dropped, so that no block is freed on its way from row to row.
+    pool = pool._replace(refcount=over_tiles(moved, _TILE, take, pool.refcount))
+    pool = over_tiles(moved & (pool.num_free >= 0), _TILE, lambda rows, pool: _drop_references(pool, live(rows)), pool)
+    blocks = lax.cond(
+        jnp.any(moved), lambda: tables.blocks.at[source].get(mode="promise_in_bounds"), lambda: tables.blocks
+    )
+    return pool, BlockTables(blocks, tables.length.at[source].get(mode="promise_in_bounds"))
+
+
 def copy_on_write(
     pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size: int
 ) -> tuple[BlockPool, BlockTables, jax.Array, jax.Array, jax.Array]:

@@ -44,16 +44,19 @@ class BlockNaming:
         chain, keys, slot = request.chain, request.block_keys, request.slot
         for column in range(len(chain), tokens // self.config.block_size):
             known = self.index.blocks.get(keys[column]) if keys else None
-            if known is not None:  # computed by another too: ours stays private, but what follows is found after it
-                if not known.locks and not leaving:
-                    break  # to lock it would take memory that was counted on: what follows is named at the end
+            if known is not None and (known.locks or leaving):
+                # Computed by another too: ours stays private, but what follows is found after the other's.
                 self.index.lock([known])
                 chain.append(known)
                 continue
             if room <= 0:
                 break
             room -= 1
-            chain.append(self.index.add(keys[column] if keys else None, chain[-1] if chain else None))
+            parent = chain[-1] if chain else None
+            if known is not None:  # to lock it would take memory that was counted on: ours takes its place
+                chain.append(self.index.supersede(known, parent))
+            else:
+                chain.append(self.index.add(keys[column] if keys else None, parent))
             orders.append((slot, column, chain[-1].name))
             self.counts.add_named(slot)
 

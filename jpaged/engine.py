@@ -11,6 +11,7 @@ from jpaged_models import LoadedModel
 
 from jpaged.audit import AllocatorError
 from jpaged.bad_words import find_bad_words
+from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import check_controls, find_features, next_mask
 from jpaged.features import Feature
@@ -83,13 +84,19 @@ class Engine:
         cache_salt: str | None = None,
         priority: int = 0,
         tenant: str | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
         """Queue a prompt. Raises ValueError, before any device work, for one that cannot be served.
 
         cache_salt: only requests of the same salt share cached blocks, so that tenants cannot learn of each other's
         prompts from how fast an answer comes.
         priority, tenant: for scheduling policies that look at them; lower priorities go first.
+        beams: search with beams, in place of `params`; the results are `request.beams.finished`.
         """
+        if beams is not None:
+            if params is not None:
+                raise ValueError("give either params or beams: beam search does not sample")
+            params = beams.as_sampling_params()
         params = params or SamplingParams()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not finished")
@@ -114,9 +121,12 @@ class Engine:
         request.features = find_features(request)
         check_controls(request, self.model.vocab_size, self.config)
         self.scheduler.check_length(request)
-        if params.n > 1:
-            request.add_siblings(params.n)
-        if self.tokenizer is not None and params.detokenize:
+        if beams is not None:
+            request.beams = BeamGroup(beams, request.max_tokens)
+        outputs = params.n if beams is None else beams.beam_width
+        if outputs > 1:
+            request.add_siblings(outputs)
+        if beams is None and self.tokenizer is not None and params.detokenize:
             for each in request.group:
                 each.text = OutputText(self.tokenizer, token_ids, params)
         if params.structured_outputs is not None:
@@ -261,7 +271,7 @@ class Engine:
         schedule = dispatched.schedule
         attending = bool(self.attended)  # else there is nothing to do for a token
         wanting = find_wanting(schedule) if attending else []
-        touched = self.scheduler.update(schedule, result.tokens, result.left)
+        touched = self.scheduler.update(schedule, result.tokens, result.left, result.beams)
         for request in touched:
             if attending:
                 self._look_for_end(request)

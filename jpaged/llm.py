@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jpaged_models import LoadedModel, Tokenizer, load_model, pack_model, pick_linear_backend
 from tqdm import tqdm
 
+from jpaged.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.completion import OutputStream, make_completion, make_output, make_refusal
 from jpaged.config import EngineConfig
@@ -230,6 +231,28 @@ class LLM:
             items.append((tokenizer.encode(text, add_special_tokens=False), text))
         return self._run(items, sampling_params, use_tqdm, on_error)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The most likely continuations of every prompt that a search with `params.beam_width` beams finds.
+
+        All checked before anything runs: ValueError for the first bad prompt, and for a group that could not finish.
+        """
+        items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
+        order = [str(next(self._ids)) for _ in items]
+        requests: list[Request] = []
+        with self._aborting(order):
+            for index, (request_id, item) in enumerate(zip(order, items, strict=True)):
+                try:
+                    ids, text = self._tokenize(item, None, SamplingParams())
+                    salt = _salt_of(item)
+                    requests.append(
+                        self.engine.add_request(request_id, ids, prompt=text, cache_salt=salt, beams=params)
+                    )
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from error
+            while self.engine.has_unfinished():
+                self.engine.step()
+        return [self._to_beam_output(request) for request in requests]
+
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("this model came without a tokenizer: pass tokenizer=, or prompt it with token ids")
@@ -371,6 +394,15 @@ class LLM:
         if keep is not None:
             ids = ids[-(keep if keep > 0 else self.config.max_model_len - 1) :]
         return ids, text
+
+    def _to_beam_output(self, request: Request) -> BeamSearchOutput:
+        assert request.beams is not None
+        sequences = []
+        for score, beam, reason in request.beams.finished:
+            tokens = [*request.prompt_token_ids, *beam.tokens()]
+            text = "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+            sequences.append(BeamSearchSequence(tokens, text, beam.cum_logprob, score, reason))
+        return BeamSearchOutput(sequences)
 
     def _to_output(self, request: Request) -> RequestOutput:
         """All outputs of the request's prompt."""

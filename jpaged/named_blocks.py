@@ -5,7 +5,7 @@ The host never learns a physical id. It says "call the block in column 3 of slot
 the very step that computes it. A name is one reference to its block (`hold`); it keeps the block alive when no
 sequence has it any more, which is the prefix cache.
 
-The orders of one step come as a list `commands` i32[3, C] of (slot, column, name), in five sections, carried out in
+The orders of one step come as a list `commands` i32[3, C] of (slot, column, name), in six sections, carried out in
 this order and with everything else of a step between them:
 
     NAME_FIRST  name blocks of the tables as they are (of sequences that this very step releases)
@@ -13,6 +13,7 @@ this order and with everything else of a step between them:
     NAME        name blocks of the tables after they have grown
     SHARE       attach named blocks to rows that start with them
     FORK        make a slot a copy of the one that `column` says, all its blocks shared; the name is 1
+    BEAM        make a slot a beam of the group whose beam 0 is in slot `column`; the name is its number + 1
 
 Each section is walked in tiles with a traced trip count: no orders, no iterations.
 """
@@ -27,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.allocator import BlockPool, BlockTables, drop, fork, hold, open_rows, share
+from jpaged.beams import UNUSED, BeamState
 
-SECTIONS = NAME_FIRST, DROP, NAME, SHARE, FORK = range(5)
+SECTIONS = NAME_FIRST, DROP, NAME, SHARE, FORK, BEAM = range(6)
 _TILE = 32  # orders handled at once
 
 State = TypeVar("State")
@@ -45,7 +47,7 @@ class Commands(NamedTuple):
     """The host's orders for one step."""
 
     orders: jax.Array  # i32[3, C] slot, column, name
-    ends: jax.Array  # i32[5] where each section ends; each begins where the one before ends
+    ends: jax.Array  # i32[6] where each section ends; each begins where the one before ends
 
 
 def init_names(num_names: int, num_blocks: int) -> NamedBlocks:
@@ -136,6 +138,19 @@ def fork_slots(
 
     parent = _over(commands, FORK, tables, note, jnp.full(tables.length.shape, -1, jnp.int32))
     return fork(pool, tables, parent, block_size=block_size)
+
+
+def join_groups(beams: BeamState, tables: BlockTables, commands: Commands) -> BeamState:
+    """Make slots beams. Only beam 0 counts at first: the others have its tokens and would offer the same again."""
+
+    def join(slots: jax.Array, columns: jax.Array, names: jax.Array, beams: BeamState) -> BeamState:
+        return BeamState(
+            beams.group.at[slots].set(columns, mode="drop"),
+            beams.member.at[slots].set(names - 1, mode="drop"),
+            beams.score.at[slots].set(jnp.where(names > 1, UNUSED, 0.0), mode="drop"),
+        )
+
+    return _over(commands, BEAM, tables, join, beams)
 
 
 def _over(

@@ -125,6 +125,20 @@ class PrefixIndex:
                 parent.children.add(block)
         return block
 
+    def supersede(self, known: NamedBlock, parent: NamedBlock | None) -> NamedBlock:
+        """Like `add` where another block has the content already, which nobody locks: that one becomes garbage."""
+        key, children = known.key, known.children
+        assert key is not None and not known.locks
+        self.policy.remove(known)
+        self.num_evictable -= 1
+        self._forget(known)
+        self.garbage.append(known)
+        block = self.add(key, parent)
+        block.children, known.children = children, set()
+        for child in children:
+            child.parent = block
+        return block
+
     def lock(self, blocks: Iterable[NamedBlock]) -> None:
         """Keep blocks; whoever locks a block locks those before it too."""
         for block in blocks:

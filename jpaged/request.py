@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from jpaged.beam_search import BeamGroup
 from jpaged.prefix_index import NamedBlock
 from jpaged.sampling_params import SamplingParams
 
@@ -61,6 +62,7 @@ class Request:
     arrival: int = 0  # number among the requests of its scheduler
     index: int = 0  # among the outputs of its prompt
     siblings: list[Request] = field(default_factory=list)  # all outputs of a prompt with several, itself included
+    beams: BeamGroup | None = None  # of all outputs of a prompt that are beams
     forks: list[Request] = field(default_factory=list)  # those that wait for this one to compute the prompt
     root_key: bytes = b""  # what the content of its blocks depends on besides the tokens: see prefix_index.py
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed

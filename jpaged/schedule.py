@@ -35,6 +35,7 @@ class Schedule:
     name: list[Order] = field(default_factory=list)  # blocks to name that this step allocates or has
     share: list[Order] = field(default_factory=list)  # blocks that admitted sequences begin with
     fork: list[Order] = field(default_factory=list)  # slots that become copies: slot, slot it is copied from, 1
+    beam: list[Order] = field(default_factory=list)  # slots that become beams: slot, slot of beam 0, number + 1
     admit: list[Request] = field(default_factory=list)  # requests that take a slot in this step
     decode: list[Request] = field(default_factory=list)
     decode_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -57,6 +58,11 @@ class Schedule:
         return bool(self.decode) or bool(self.prefill)
 
     @property
+    def has_beams(self) -> bool:
+        decode = any(request.beams is not None for request in self.decode)
+        return decode or any(chunk.last and chunk.request.beams is not None for chunk in self.prefill)
+
+    @property
     def has_work(self) -> bool:
         """Whether the device has anything to do."""
         return self.has_rows or bool(self.release or self.drop or self.name_first)
@@ -64,4 +70,4 @@ class Schedule:
     @property
     def orders(self) -> tuple[list[Order], ...]:
         """About named blocks, in the order of `named_blocks.SECTIONS`."""
-        return self.name_first, self.drop, self.name, self.share, self.fork
+        return self.name_first, self.drop, self.name, self.share, self.fork, self.beam

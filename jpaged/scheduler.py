@@ -23,6 +23,7 @@ from itertools import islice
 
 import numpy as np
 
+from jpaged.beam_groups import advance_groups, check_group
 from jpaged.block_naming import BlockNaming
 from jpaged.config import EngineConfig, pick_bucket
 from jpaged.features import Feature
@@ -59,6 +60,7 @@ class Scheduler:
         self.counts = SlotCounts(config)
         self.index = PrefixIndex(config.num_names, eviction_policy)
         self.names = BlockNaming(config, self.index, self.counts)
+        self.held_slots = 0  # free ones, for the other beams of groups whose prompt is being computed
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
         self.to_name: list[Order] = []  # blocks of theirs to keep; the next plan names them first
         self.prefix_queries = 0  # tokens of admitted requests
@@ -69,6 +71,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError at once for a prompt that can never run."""
         self.check_length(request)
+        if request.beams is not None:
+            check_group(request, self.config, self.usable_blocks - self.index.num_pinned)
         self.names.hash_blocks(request)
         self.arrivals += 1
         for each in request.group:
@@ -92,6 +96,8 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its blocks are released by the next step. Finished ones are left alone."""
         if not request.finished:
+            if request.beams is not None and request.status is not Status.WAITING:
+                self.held_slots -= len(request.forks)
             self.end(request, "abort")
             for fork in request.forks:  # they are not queued before their prompt is computed
                 fork.finish("abort")
@@ -149,11 +155,14 @@ class Scheduler:
         self._reclaim(plan)
         return plan
 
-    def update(self, plan: Schedule, tokens: np.ndarray, remaining: np.ndarray) -> list[Request]:
+    def update(
+        self, plan: Schedule, tokens: np.ndarray, remaining: np.ndarray, beams: np.ndarray | None = None
+    ) -> list[Request]:
         """Take a step's results. Returns the requests that got tokens or finished.
 
         tokens     i32[K, R]: per iteration and row the sampled token, -1 for none
         remaining  i32[R]: per row the tokens its request may still generate; 0 = it finished on the device
+        beams      i32[K, R, 6]: what became of the rows that are beams (beams.py); needed where there are any
         """
         touched: list[Request] = []
         self.steps_read += 1
@@ -164,7 +173,7 @@ class Scheduler:
         columns = tokens.T.tolist()
         ended = (remaining[:decoded] == 0).tolist()
         for request, column, count, end in zip(plan.decode, columns, counts.tolist(), ended, strict=False):
-            if not count or request.status is Status.FINISHED:
+            if not count or request.status is Status.FINISHED or request.beams is not None:
                 continue
             touched.append(request)
             # Beyond the stop ids the device looks at, the host has to.
@@ -173,9 +182,17 @@ class Scheduler:
             else:
                 request.output_token_ids += column[:count]
         for column, chunk in zip(columns[decoded:], plan.prefill, strict=False):
-            if chunk.last and chunk.request.status is not Status.FINISHED:
+            if chunk.last and chunk.request.status is not Status.FINISHED and chunk.request.beams is None:
                 touched.append(chunk.request)
                 self._take_tokens(chunk.request, column[:1])
+        if plan.has_beams:
+            assert beams is not None
+            live = self.counts.epoch[plan.decode_slots] == plan.epochs
+            for group in advance_groups(plan, live, tokens, beams):
+                for request in group:
+                    request.finish(group[0].beams.finished[0].reason)  # type: ignore[union-attr]
+                    self._retire(request)
+                touched += group
         return touched
 
     # ------------------------------------------------------------------ the parts of schedule()
@@ -205,14 +222,12 @@ class Scheduler:
         for request in list(self.prefilling):
             if budget <= 0:
                 break
-            budget -= self._take_chunk(plan, request, budget)
-            budget -= self._fork(plan, request, budget, spoken_for)
-        while budget > 0 and self.free_slots:
+            budget -= self._take_chunk(plan, request, budget, spoken_for)
+        while budget > 0 and self.open_slots > 0:
             admitted = self._admit_next(plan, spoken_for)
             if admitted is None:
                 break
-            budget -= self._take_chunk(plan, admitted, budget)
-            budget -= self._fork(plan, admitted, budget, spoken_for)
+            budget -= self._take_chunk(plan, admitted, budget, spoken_for)
         # Rows that sample come first, so that the head is computed for a prefix of the rows.
         plan.prefill.sort(key=lambda chunk: not chunk.last)
 
@@ -258,6 +273,11 @@ class Scheduler:
     # ------------------------------------------------------------------ blocks
 
     @property
+    def open_slots(self) -> int:
+        """Slots for whoever comes: those held for beams are not."""
+        return len(self.free_slots) - self.held_slots
+
+    @property
     def free_blocks(self) -> int:
         """Blocks in use by nobody and not cached; below 0 while a plan counts on blocks that the cache will give up."""
         return self.usable_blocks - self.counts.private - self.index.num_named
@@ -274,6 +294,9 @@ class Scheduler:
         request = self.waiting.first()
         if request is None or request.readable_from > self.steps_read:  # preempted: its last tokens are to be read
             return None
+        beams = len(request.group) if request.beams is not None else 1
+        if beams > self.open_slots:
+            return None
         self.names.hash_blocks(request)
         # At least one token is computed, for there must be something to sample from.
         hits = self.index.match(request.block_keys[: (request.num_tokens - 1) // self.config.block_size])
@@ -285,6 +308,7 @@ class Scheduler:
             return None
         self.waiting.remove(request)
         self._admit(plan, request, hits)
+        self.held_slots += beams - 1
         return request
 
     def _order_room(self, plan: Schedule) -> int:
@@ -315,15 +339,19 @@ class Scheduler:
         self.counts.begin(slot, request.num_tokens, left, named, bool(request.features & Feature.STRUCTURED))
         plan.admit.append(request)
 
-    def _take_chunk(self, plan: Schedule, request: Request, budget: int) -> int:
-        length = min(budget, request.prefill_target - request.prefilled)
-        end = request.prefilled + length
-        plan.prefill.append(
-            PrefillChunk(request, request.slot, request.prefilled, length, end == request.prefill_target)
-        )
+    def _take_chunk(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> int:
+        """Give a prompt its next chunk and, at its end, start what forks from it. Returns the budget spent."""
+        left = request.prefill_target - request.prefilled
+        length = min(budget, left)
+        if request.beams is not None and length == left and not self._beams_fit(plan, request, budget, spoken_for):
+            length -= 1  # the others of the group start with the last token or not at all: wait for room
+        if not length:
+            return 0
+        end, last = request.prefilled + length, length == left
+        plan.prefill.append(PrefillChunk(request, request.slot, request.prefilled, length, last))
         if request.block_keys:
             self.names.name_blocks(request, end, plan.name, self.config.max_filled_blocks)
-        return length
+        return length + (self._fork(plan, request, budget - length, spoken_for) if last else 0)
 
     def _fork(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> int:
         """Start the other outputs of a prompt in the step that computes its last token: they share all its blocks.
@@ -331,19 +359,17 @@ class Scheduler:
         Those that find no slot, no blocks or no budget queue up as requests of their own, which begin with the blocks
         in the cache, if it is on. Returns the budget spent: a row each.
         """
-        forks = request.forks
-        if not forks or not plan.prefill[-1].last:
-            return 0
-        request.forks = []
+        forks, request.forks = request.forks, []
         tokens = request.prefill_target
-        if not request.block_keys and tokens // self.config.block_size <= self._order_room(plan):
+        if forks and not request.block_keys and tokens // self.config.block_size <= self._order_room(plan):
             self.names.name_blocks(request, tokens, plan.name, tokens)
+        if request.beams is not None:
+            self.held_slots -= len(forks)
+            plan.beam.append((request.slot, request.slot, 1))
         own = -(-tokens // self.config.block_size) - int(self.counts.named[request.slot])
         started = 0
         for fork in forks[:budget]:
-            evicted = max(own + spoken_for - self.free_blocks, 0)
-            room = self.available_blocks - spoken_for - self.watermark_blocks
-            if not self.free_slots or own > room or 1 + evicted > self._order_room(plan):
+            if request.beams is None and not self._fork_fits(plan, own, spoken_for):
                 break
             fork.block_keys = list(request.block_keys)
             fork.chain = list(request.chain)
@@ -352,6 +378,8 @@ class Scheduler:
             fork.prefilled = tokens
             fork.num_cached_tokens = request.num_cached_tokens
             plan.fork.append((fork.slot, request.slot, 1))
+            if request.beams is not None:
+                plan.beam.append((fork.slot, request.slot, 1 + fork.index))
             plan.prefill.append(PrefillChunk(fork, fork.slot, tokens, 0, last=True))
             started += 1
         for fork in forks[started:]:
@@ -359,11 +387,31 @@ class Scheduler:
             self.waiting.add(fork)
         return started
 
+    def _fork_fits(self, plan: Schedule, own: int, spoken_for: int) -> bool:
+        """Whether one more sequence can start that owns `own` blocks."""
+        evicted = max(own + spoken_for - self.free_blocks, 0)
+        room = self.available_blocks - spoken_for - self.watermark_blocks
+        return self.open_slots > 0 and own <= room and 1 + evicted <= self._order_room(plan)
+
+    def _beams_fit(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> bool:
+        """Whether all beams of a group can start with the last token of their prompt, with slots held for them."""
+        width, size = len(request.group), self.config.block_size
+        left = request.prefill_target - request.prefilled
+        # Full blocks that get no name of their own, because another sequence has them: each beam counts a copy.
+        columns = request.block_keys[len(request.chain) : request.prefill_target // size]
+        known = [self.index.blocks.get(key) for key in columns]
+        unnamed = sum(block is not None and block.locks > 0 for block in known)
+        own = (width - 1) * (unnamed + (request.prefill_target % size > 0))
+        evicted = max(own + spoken_for - self.free_blocks, 0)
+        named = 0 if request.block_keys else request.prefill_target // size
+        fits = own <= self.available_blocks - spoken_for and 2 * width + evicted + named <= self._order_room(plan)
+        return fits and left + width - 1 <= budget
+
     def _prefill_budget(self, decode_rows: int) -> int:
         """Tokens this step may prefill: up to the limit, cut to a bucket that is not mostly padding."""
         limit = self.config.max_num_batched_tokens - decode_rows
         wanted = sum(request.prefill_target - request.prefilled for request in self.prefilling)
-        for request in islice(self.waiting, len(self.free_slots)):
+        for request in islice(self.waiting, max(self.open_slots, 0)):
             if wanted >= limit:
                 break
             wanted += request.num_tokens - len(self.index.match(request.block_keys)) * self.config.block_size
@@ -376,10 +424,30 @@ class Scheduler:
         return limit
 
     def _preempt_last(self, plan: Schedule) -> bool:
-        """Send the last of the policy's order back to wait. False if only one is left."""
-        if len(self.running) <= 1:
+        """Send the last of the policy's order back to wait, beams all together. False if nobody else runs."""
+        if not self.running:
             return False
-        request = self.waiting.last(self.running.values())
+        victim = self.waiting.last(self.running.values())
+        group = [each for each in victim.group if each.slot >= 0] if victim.beams is not None else [victim]
+        if len(group) == len(self.running):
+            return False
+        for request in group:
+            self._take_slot(plan, request)
+        first = victim
+        if victim.beams is not None:
+            # Beams hang together: the group begins again from its prompt.
+            first = victim.group[0]
+            self.held_slots -= len(first.forks)
+            first.forks = victim.group[1:]
+            victim.beams.restart()
+        first.readable_from = self.steps_dispatched
+        first.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.add(first)
+        return True
+
+    def _take_slot(self, plan: Schedule, request: Request) -> None:
+        """A running request loses its slot and blocks in the plan that is being made."""
         slot = request.slot
         del self.running[slot]
         self.names.leave_slot(request, plan.name_first)
@@ -387,13 +455,8 @@ class Scheduler:
             self.prefilling.remove(request)
         request.slot = -1
         request.status = Status.WAITING
-        request.num_preemptions += 1
-        request.readable_from = self.steps_dispatched
-        self.num_preemptions += 1
-        self.waiting.add(request)
         self._free_slot(slot)
         plan.release.append(slot)
-        return True
 
     def _retire(self, request: Request) -> None:
         """A running request ended: its slot and blocks are released by the next plan."""

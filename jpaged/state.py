@@ -10,6 +10,7 @@ from jax import lax
 from jpaged_models import KVPages, ModelConfig, init_cache
 
 from jpaged.allocator import BlockPool, BlockTables, blocks_needed, init_pool, init_tables
+from jpaged.beams import BeamState, init_beams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import init_controls
 from jpaged.controls import Controls
@@ -34,6 +35,7 @@ class EngineState(NamedTuple):
     pool: BlockPool
     tables: BlockTables
     named: NamedBlocks
+    beams: BeamState
     slots: SlotState
     controls: Controls
 
@@ -46,6 +48,7 @@ def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> Engin
         init_pool(config.num_blocks),
         init_tables(slots, config.max_blocks_per_seq),
         init_names(config.num_names, config.num_blocks),
+        init_beams(slots),
         SlotState(
             SamplingState(
                 temperature=jnp.zeros(slots, jnp.float32),

@@ -23,10 +23,20 @@ from jpaged_models import Decoder, copy_cache_blocks, merge_params, paged_attend
 from jpaged_models.paged import PagedBatch
 
 from jpaged.allocator import copy_on_write, grow, release
+from jpaged.beams import RECORD, Advance, advance_beams, follow_beams
 from jpaged.controls import Processor, count_tokens, draw
 from jpaged.features import Feature
 from jpaged.logprobs import record_prompt, record_tokens
-from jpaged.named_blocks import NAME, NAME_FIRST, drop_names, fork_slots, name_blocks, open_shared, share_names
+from jpaged.named_blocks import (
+    NAME,
+    NAME_FIRST,
+    drop_names,
+    fork_slots,
+    join_groups,
+    name_blocks,
+    open_shared,
+    share_names,
+)
 from jpaged.plan import Plan, PlanLayout, unpack_plan
 from jpaged.sampling import SamplingState
 from jpaged.state import EngineState, SlotState, admit, count_blocks
@@ -50,6 +60,7 @@ class StepResult(NamedTuple):
 
     tokens: np.ndarray  # i32[K, R], -1: none
     left: np.ndarray  # i32[R]
+    beams: np.ndarray  # i32[K, R, 6], see beams.py; -1 for rows that are none
     ok: bool  # False: the allocator ran out or an order could not be carried out, which is a bug of the host's count
     iterations: int
     counts: BlockCounts  # when the step was done
@@ -117,14 +128,16 @@ def mixed_step(
     sampling, features = _gather_sampling(state.slots, plan.slots)
     features = jnp.where(sampled, features, 0)
     drawn = draw(logits, sampling, features, context, state.controls, plan.slots, spec.logits_processor)
-    state, left = _emit(state._replace(cache=cache), plan.slots, features, drawn, sampled)
+    state, drawn, beams = _advance_beams(state._replace(cache=cache), plan.slots, sampled, logits, drawn, block_size)
+    state, left = _emit(state, plan.slots, features, drawn, sampled)
     wanted = (features & Feature.LOGPROBS) != 0
     sampled_records = jnp.zeros((1, layout.rows, spec.record_size), jnp.int32)
     records = Records(
         record_tokens(sampled_records, jnp.int32(0), wanted, logits, drawn),
         record_prompt(model.logits, hidden, _following(plan, state.slots, starts, owner), spec.record_size),
     )
-    return state, _pack_result(jnp.where(sampled, drawn, -1)[None], left, ok, jnp.int32(1), state, block_size), records
+    out = jnp.where(sampled, drawn, -1)[None]
+    return state, _pack_result(out, left, beams[None], ok, jnp.int32(1), state, block_size), records
 
 
 def decode_loop(
@@ -146,35 +159,43 @@ def decode_loop(
         return jnp.where(in_rows, slots.left.at[plan.slots].get(mode="fill", fill_value=0), 0)
 
     def unfinished(carry: tuple) -> jax.Array:
-        step, state, _, _, ok = carry
+        step, state, _, _, _, ok = carry
         left = left_in(state.slots)
         ended = jnp.any(in_rows & (left == 0))
         runs = (left > 0) & ~(once & (step > 0))
         return (step < plan.num_steps) & ok & jnp.any(runs) & ~(plan.stop_early & ended & (step > 0))
 
     def iterate(carry: tuple) -> tuple:
-        step, state, out, records, _ = carry
+        step, state, out, beams, records, _ = carry
         active = (left_in(state.slots) > 0) & ~(once & (step > 0))
         state, ok = _grow_rows(state, plan.slots, active.astype(jnp.int32), spec.block_size, 1)
         active &= ok
-        state, drawn, logits = _decode_rows(spec, model, state, plan.slots, plan.num_rows, active, sampling, features)
+        state, drawn, record, logits = _decode_rows(
+            spec, model, state, plan.slots, plan.num_rows, active, sampling, features
+        )
         records = record_tokens(records, step, active & ((features & Feature.LOGPROBS) != 0), logits, drawn)
-        return step + 1, state, out.at[step].set(drawn, mode="drop"), records, ok
+        out, beams = out.at[step].set(drawn, mode="drop"), beams.at[step].set(record, mode="drop")
+        return step + 1, state, out, beams, records, ok
 
     shape = (spec.decode_steps, layout.rows)
-    out, records = jnp.full(shape, -1, jnp.int32), jnp.zeros((*shape, spec.record_size), jnp.int32)
-    start = (jnp.int32(0), state, out, records, done)
-    steps, state, out, records, ok = lax.while_loop(unfinished, iterate, start)
-    result = _pack_result(out, left_in(state.slots), ok, steps, state, spec.block_size)
+    out, beams = jnp.full(shape, -1, jnp.int32), jnp.full((*shape, RECORD), -1, jnp.int32)
+    records = jnp.zeros((*shape, spec.record_size), jnp.int32)
+    start = (jnp.int32(0), state, out, beams, records, done)
+    steps, state, out, beams, records, ok = lax.while_loop(unfinished, iterate, start)
+    result = _pack_result(out, left_in(state.slots), beams, ok, steps, state, spec.block_size)
     return state, result, Records(records, None)
 
 
 def unpack_result(packed: np.ndarray, rows: int) -> StepResult:
     """The fields of a packed result of R rows."""
     tail = 2 + len(BlockCounts._fields)
-    body = packed[:-tail].reshape(-1, rows)
+    steps = (len(packed) - tail - rows) // (rows * (1 + RECORD))
+    tokens, left, beams = np.split(packed[:-tail], [steps * rows, (steps + 1) * rows])
     ok, iterations, *counts = packed[-tail:].tolist()
-    return StepResult(body[:-1], body[-1], bool(ok), iterations, BlockCounts(*counts))
+    shape = (steps, rows, RECORD)
+    return StepResult(
+        tokens.reshape(steps, rows), left, beams.reshape(shape), bool(ok), iterations, BlockCounts(*counts)
+    )
 
 
 # ---------------------------------------------------------------- parts
@@ -188,7 +209,9 @@ def _apply_commands(state: EngineState, plan: Plan, block_size: int) -> tuple[En
     pool, named, kept = name_blocks(state.pool, state.tables, state.named, plan.commands, NAME_FIRST)
     pool, tables = release(pool, state.tables, plan.release, block_size=block_size)
     pool, named, dropped = drop_names(pool, tables, named, plan.commands)
-    return state._replace(pool=pool, tables=tables, named=named, slots=admit(state.slots, plan)), kept & dropped
+    beams = state.beams._replace(group=jnp.where(plan.release, plan.release.shape[0], state.beams.group))
+    state = state._replace(pool=pool, tables=tables, named=named, beams=beams, slots=admit(state.slots, plan))
+    return state, kept & dropped
 
 
 def _share_prefixes(state: EngineState, plan: Plan, block_size: int) -> tuple[EngineState, jax.Array]:
@@ -200,7 +223,8 @@ def _share_prefixes(state: EngineState, plan: Plan, block_size: int) -> tuple[En
     pool, named, kept = name_blocks(state.pool, state.tables, state.named, plan.commands, NAME)
     pool, tables, shared = share_names(pool, state.tables, named, plan.commands, block_size=block_size)
     pool, tables, forked = fork_slots(pool, tables, plan.commands, block_size=block_size)
-    return state._replace(pool=pool, tables=tables, named=named), kept & shared & forked
+    beams = join_groups(state.beams, tables, plan.commands)
+    return state._replace(pool=pool, tables=tables, named=named, beams=beams), kept & shared & forked
 
 
 def _grow_rows(
@@ -235,10 +259,10 @@ def _decode_rows(
     active: jax.Array,
     sampling: SamplingState,
     features: jax.Array,
-) -> tuple[EngineState, jax.Array, jax.Array]:
+) -> tuple[EngineState, jax.Array, jax.Array, jax.Array]:
     """One token for every row in active bool[R], whose table already has room; all are among the first num_rows i32[].
 
-    Returns (state, tokens i32[R], logits f32[R, V]).
+    Returns (state, tokens i32[R], records of beams i32[R, 6], logits f32[R, V]).
     """
     block_size = spec.block_size
     tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
@@ -258,8 +282,29 @@ def _decode_rows(
     features = jnp.where(active, features, 0)
     logits = model.logits(hidden, live=num_rows)
     drawn = draw(logits, sampling, features, lengths, state.controls, slots, spec.logits_processor)
-    state, _ = _emit(state._replace(cache=cache), slots, features, drawn, active)
-    return state, jnp.where(active, drawn, -1), logits
+    state, drawn, beams = _advance_beams(state._replace(cache=cache), slots, active, logits, drawn, block_size)
+    state, _ = _emit(state, slots, features, drawn, active)
+    return state, jnp.where(active, drawn, -1), beams, logits
+
+
+def _advance_beams(
+    state: EngineState, slots: jax.Array, sampled: jax.Array, logits: jax.Array, drawn: jax.Array, block_size: int
+) -> tuple[EngineState, jax.Array, jax.Array]:
+    """Where rows are beams, their groups choose the tokens, and tables follow. Returns (state, drawn, records)."""
+    num_slots = state.beams.group.shape[0]
+    rows = slots.shape[0]
+    is_beam = sampled & (state.beams.group.at[slots].get(mode="fill", fill_value=num_slots) < num_slots)
+    stop_ids = state.slots.stop_ids.at[slots].get(mode="fill", fill_value=-1)
+    advance = lax.cond(
+        jnp.any(is_beam),
+        lambda: advance_beams(logits, state.beams, slots, is_beam, stop_ids),
+        lambda: Advance(drawn, jnp.zeros(rows, jnp.float32), slots, jnp.full((rows, RECORD), -1, jnp.int32)),
+    )
+    beam_slots = jnp.where(is_beam, slots, num_slots)
+    pool, tables = follow_beams(state.pool, state.tables, beam_slots, advance.parents, block_size=block_size)
+    score = state.beams.score.at[beam_slots].set(advance.scores, mode="drop")
+    state = state._replace(pool=pool, tables=tables, beams=state.beams._replace(score=score))
+    return state, jnp.where(is_beam, advance.tokens, drawn), advance.records
 
 
 def _write_slots(
@@ -318,7 +363,14 @@ def _emit(
 
 
 def _pack_result(
-    tokens: jax.Array, left: jax.Array, ok: jax.Array, steps: jax.Array, state: EngineState, block_size: int
+    tokens: jax.Array,
+    left: jax.Array,
+    beams: jax.Array,
+    ok: jax.Array,
+    steps: jax.Array,
+    state: EngineState,
+    block_size: int,
 ) -> jax.Array:
     counts = count_blocks(state.pool, state.tables, state.named, block_size=block_size)
-    return jnp.concatenate([tokens.reshape(-1), left, jnp.stack([ok.astype(jnp.int32), steps, *counts])])
+    tail = jnp.stack([ok.astype(jnp.int32), steps, *counts])
+    return jnp.concatenate([tokens.reshape(-1), left, beams.reshape(-1), tail])

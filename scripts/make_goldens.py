@@ -6,6 +6,7 @@ In an environment with torch, transformers and numpy:
     python scripts/make_goldens.py logits [--family qwen3]
     python scripts/make_goldens.py greedy --name stories260k --model ../shared/models/stories260k
     python scripts/make_goldens.py greedy --name smollm2 --model FOLDER
+    python scripts/make_goldens.py beams --name smollm2 --model FOLDER
     python scripts/make_goldens.py tokenizer --name smollm2 --model FOLDER
 
 FOLDER: SmolLM2-135M-Instruct in Hugging Face format, float32, with the weights of the GGUF file that
@@ -30,6 +31,8 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 import families  # noqa: E402  (found through the line above)
 
 NEW_TOKENS = 128
+BEAM_TOKENS = 40
+PAD = 1  # no token that is generated (a pad of 0 counts as none)
 PROMPTS: dict[str, list[str]] = {
     "stories260k": [
         "Once upon a time",
@@ -158,6 +161,45 @@ def greedy(model: Any, ids: list[int]) -> tuple[list[int], list[float]]:
         out = model(torch.tensor([chosen[-1:]]), past_key_values=out.past_key_values, use_cache=True)
 
 
+def make_beams(name: str, folder: Path) -> None:
+    """tests/goldens/beams_NAME.json: what beam search returns for the first prompts, by width and length penalty.
+
+    Besides the model's own end of text a frequent token ends it (the full stop of the first greedy text, say), so that
+    beams end at different lengths.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    stop = tokenizer(".", add_special_tokens=False).input_ids[-1]
+    done = []
+    for text in PROMPTS[name][:2]:
+        ids = tokenizer(text, add_special_tokens=True).input_ids
+        for width, penalty, stops in ((2, 1.0, []), (4, 1.0, [stop]), (8, 0.0, [stop]), (4, 2.0, [])):
+            eos = [model.config.eos_token_id, *stops]
+            found = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                generation_config=transformers.GenerationConfig(
+                    num_beams=width,
+                    num_return_sequences=width,
+                    max_new_tokens=BEAM_TOKENS,
+                    length_penalty=penalty,
+                    do_sample=False,
+                    eos_token_id=eos,
+                    pad_token_id=PAD,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                ),
+            )
+            sequences = [[int(t) for t in each[len(ids) :] if t != PAD] for each in found.sequences]
+            scores = [round(float(score), 5) for score in found.sequences_scores]
+            done.append(
+                {"prompt_token_ids": ids, "width": width, "length_penalty": penalty, "eos_token_ids": eos}
+                | {"sequences": sequences, "scores": scores}
+            )
+            print(width, penalty, [len(each) for each in sequences], scores[:2])
+    write_json(f"beams_{name}.json", {"searches": done})
+
+
 def make_tokenizer(name: str, folder: Path) -> None:
     """tests/goldens/tokenizer_NAME.json: token ids and decoded text of TEXTS, prompts of CHATS."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -189,7 +231,7 @@ def write_json(name: str, value: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("logits", "greedy", "tokenizer"))
+    parser.add_argument("what", choices=("logits", "greedy", "beams", "tokenizer"))
     parser.add_argument("--name", choices=tuple(PROMPTS))
     parser.add_argument("--family", nargs="+", default=list(families.FAMILIES), help="for logits (default: all)")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
@@ -201,7 +243,8 @@ def main() -> None:
     elif args.name is None or args.model is None:
         parser.error(f"{args.what} needs --name and --model")
     else:
-        (make_greedy if args.what == "greedy" else make_tokenizer)(args.name, args.model)
+        make = {"greedy": make_greedy, "beams": make_beams, "tokenizer": make_tokenizer}[args.what]
+        make(args.name, args.model)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from jpaged.allocator import (
     init_tables,
     open_rows,
     release,
+    reorder,
     share,
 )
 from jpaged.audit import audit
@@ -38,7 +39,7 @@ def jitted(operation: Callable) -> Callable:
 
 do_grow = functools.partial(jitted(grow), max_new_blocks=COLUMNS)
 do_release, do_share, do_fork, do_write = map(jitted, (release, share, fork, copy_on_write))
-do_open = jitted(open_rows)
+do_open, do_reorder = jitted(open_rows), jitted(reorder)
 do_audit, do_hold, do_drop = jitted(audit), jax.jit(hold), jax.jit(drop)
 
 
@@ -229,6 +230,41 @@ def test_only_empty_rows_are_opened(place: tuple[int, int]) -> None:
     row, column = place
     new, ok = do_open(tables, ints(2, row), ints(0, column))
     assert not ok and same(new, tables)
+
+
+def test_reorder_moves_tables_by_reference_count() -> None:
+    """Rows 0 and 1 change places, 2 is taken over by nobody, 3 follows 1: no block is lost on the way."""
+    pool, tables = begin(SIZE + 1, 3, 2 * SIZE, 0)
+    before, free = np.asarray(tables.blocks), int(pool.num_free)
+    moved = do_reorder(pool, tables, ints(1, 0, 0, 1))
+    assert sound(*moved)
+    np.testing.assert_array_equal(moved[1].blocks, before[[1, 0, 0, 1]])
+    assert moved[1].length.tolist() == [3, SIZE + 1, SIZE + 1, 3]
+    assert moved[0].num_free == free + 2  # the blocks of row 2
+    stay = do_reorder(pool, tables, ints(0, -1, ROWS, 3))
+    assert same(stay, (pool, tables))
+
+
+def test_reorder_of_many_rows_at_random() -> None:
+    """Chains, swaps and cycles over more rows than a tile, again and again, with growth between."""
+    rng = np.random.default_rng(0)
+    rows, columns, blocks = 21, 6, 150
+    pool, tables, ok = grow(
+        init_pool(blocks), init_tables(rows, columns), jnp.asarray(rng.integers(0, 13, rows), jnp.int32),
+        block_size=SIZE, max_new_blocks=columns,
+    )  # fmt: skip
+    for _ in range(30):
+        before = np.asarray(tables.blocks), np.asarray(tables.length)
+        source = np.where(rng.random(rows) < rng.choice([0.1, 0.5, 1.0]), rng.integers(0, rows, rows), np.arange(rows))
+        pool, tables = do_reorder(pool, tables, jnp.asarray(source, jnp.int32))
+        assert sound(pool, tables)
+        np.testing.assert_array_equal(tables.blocks, before[0][source])
+        np.testing.assert_array_equal(tables.length, before[1][source])
+        writing = tables.length < columns * SIZE
+        pool, tables, *_, ok = do_write(pool, tables, writing)
+        assert ok
+        pool, tables, ok = do_grow(pool, tables, tables.length + writing)
+        assert ok
 
 
 def test_hold_and_drop_count_duplicates() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny import finish, run_all, tiny_engine
 
-from jpaged import Engine, SamplingParams
+from jpaged import BeamSearchParams, Engine, SamplingParams
 
 
 @functools.lru_cache
@@ -20,12 +20,13 @@ def undisturbed() -> Engine:
 
 
 class SharingMachine(RuleBasedStateMachine):
-    """Prompts that begin alike, with several outputs or one; aborts, preemption, pins and resets."""
+    """Prompts that begin alike, with several outputs, one, or beams; aborts, preemption, pins and resets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = tiny_engine(num_blocks=34, watermark=0.0)
         self.requests = []
+        self.searches = []
         self.pins = []
 
     @rule(head=st.integers(0, 2), length=st.integers(1, 50), own=st.integers(0, 3), count=st.integers(1, 3))
@@ -39,6 +40,15 @@ class SharingMachine(RuleBasedStateMachine):
         prompt = [(7 * i) % 90 + 3 for i in range(length)]
         params = SamplingParams(n=outputs, seed=seed, max_tokens=self.count_up(), ignore_eos=True)
         self.add_prompt(prompt, params)
+
+    @rule(length=st.integers(1, 30), width=st.integers(1, 4), tokens=st.integers(1, 8))
+    def add_beams(self, length: int, width: int, tokens: int) -> None:
+        prompt = [(7 * i) % 90 + 3 for i in range(length)]
+        params = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
+        try:
+            self.searches.append(self.engine.add_request(f"beam {len(self.searches)}", prompt, beams=params))
+        except ValueError as error:
+            assert "blocks of 4 tokens, but only" in str(error) and self.pins
 
     @rule(data=st.data())
     def go_on(self, data: st.DataObject) -> None:
@@ -111,6 +121,16 @@ class SharingMachine(RuleBasedStateMachine):
             count = len(each.output_token_ids)
             assert each.finish_reason == "abort" or count == each.max_tokens
             assert each.output_token_ids == tokens[:count]
+
+        searches = [request for request in self.searches if request.finish_reason != "abort"]
+        undone = [
+            undisturbed().add_request(str(i), request.prompt_token_ids, beams=request.beams.params)
+            for i, request in enumerate(searches)
+        ]
+        finish(undisturbed())
+        for request, alone in zip(searches, undone, strict=True):
+            found, expected = request.beams.finished, alone.beams.finished
+            assert [each.beam.tokens() for each in found] == [each.beam.tokens() for each in expected]
 
     def count_up(self) -> int:
         return 1 + len(self.requests) % 9

@@ -1,0 +1,59 @@
+"""Groups of beams in the scheduler's plans: which rows belong together, and what a group may need. Imports no JAX."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.request import Request
+from jpaged.schedule import Schedule
+
+
+def check_group(request: Request, config: EngineConfig, room: int) -> None:
+    """ValueError for a group of beams that could not finish even if it ran alone with `room` blocks."""
+    width, size = len(request.group), config.block_size
+    if width > config.max_num_seqs:
+        raise ValueError(f"beam_width={width} is more than max_num_seqs={config.max_num_seqs}")
+    if len(request.stop_ids) > config.max_stop_ids:
+        raise ValueError(
+            f"beam search looks for {len(request.stop_ids)} tokens that end the text, "
+            f"but at most {config.max_stop_ids} are allowed (max_stop_ids)"
+        )
+    prompt = len(request.prompt_token_ids)
+    shared = max(prompt // size - 1, 0)
+    most = shared + width * (-(-(prompt + request.max_tokens) // size) - shared)
+    if most > room:
+        raise ValueError(
+            f"{width} beams of a prompt of {prompt} tokens with max_tokens={request.max_tokens} may need {most} "
+            f"blocks of {size} tokens, but only {room} can be had"
+        )
+
+
+def advance_groups(plan: Schedule, live: np.ndarray, tokens: np.ndarray, records: np.ndarray) -> list[list[Request]]:
+    """Take the iterations of every group in a plan that was read. Returns the groups that are done.
+
+    live     bool[D]: the decode rows whose slot still belongs to the request it was planned for
+    tokens   i32[K, R], -1 where a row did not run
+    records  i32[K, R, 6], see beams.py
+    """
+    rows: dict[int, list[tuple[int, Request]]] = {}
+    for row, (request, here) in enumerate(zip(plan.decode, live.tolist(), strict=True)):
+        if here and request.beams is not None:
+            rows.setdefault(id(request.beams), []).append((row, request))
+    for row, chunk in enumerate(plan.prefill, len(plan.decode)):
+        if chunk.last and chunk.request.beams is not None and chunk.request.slot == chunk.slot:
+            rows.setdefault(id(chunk.request.beams), []).append((row, chunk.request))
+    done = []
+    for group in rows.values():
+        group.sort(key=lambda each: each[1].index)
+        at, requests = [row for row, _ in group], [request for _, request in group]
+        beams = requests[0].beams
+        assert beams is not None
+        members = {request.slot: request.index for request in requests}
+        for sampled, record in zip(tokens, records, strict=True):
+            if beams.done or sampled[at[0]] < 0:
+                break
+            beams.advance(record[at], members)
+        if beams.done:
+            done.append(requests)
+    return done
