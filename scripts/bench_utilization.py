@@ -59,6 +59,7 @@ def replay(loaded, lengths: list[tuple[int, int]], block_size: int, args: argpar
         block_size=block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=2048,
+        enable_prefix_caching=False,  # the prompts are all alike
     )
     engine = Engine(loaded, config)
     engine.warm_up()

@@ -1,0 +1,143 @@
+"""What sharing saves: blocks of parallel sampling and beam search, and throughput of prompts with a common prefix.
+
+    python scripts/bench_sharing.py saving MODEL --lengths sharegpt_lengths.csv --requests 40
+    python scripts/bench_sharing.py prefix --dtype bfloat16
+    python scripts/bench_sharing.py beams --dtype bfloat16
+
+saving  Share of blocks saved: (blocks without sharing - blocks used) / blocks without sharing, mean over steps, as in
+        Fig. 15 of the PagedAttention paper, whose ranges stand beside. Lengths from a CSV file, or, without one, drawn
+        like the paper's Alpaca (mean 19.3 tokens in, 58.5 out; geometric). Prompts of random tokens share nothing.
+prefix  Output tokens a second of prompts that begin with the same 80 or 341 tokens (Fig. 16), with the prefix cache
+        on and off, in turns; a random-weight model of SmolLM2-135M's shape.
+beams   Milliseconds a token of beam width 4 and of 4 independent greedy requests, in turns; same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+
+import numpy as np
+from bench_tools import make_parser, print_table, save_json
+from jpaged_models import load_model
+from random_model import SMOLLM2_135M, random_model
+
+from jpaged import BeamSearchParams, Engine, EngineConfig, SamplingParams
+
+PAPER = {"parallel": {"alpaca": "6.1 to 9.8", "lengths": "16.2 to 30.5"}}
+PAPER["beam"] = {"alpaca": "37.6 to 55.2", "lengths": "44.3 to 66.3"}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    saving = commands.add_parser("saving")
+    saving.add_argument("model", help="a small real model: how long beams stay together depends on it")
+    saving.add_argument("--lengths", help="CSV file with the columns prompt_tokens, output_tokens")
+    saving.add_argument("--requests", type=int, default=40)
+    saving.add_argument("--max-len", type=int, default=512, help="longer requests are left out (default: 512)")
+    saving.add_argument("--width", type=int, nargs="+", default=[2, 4, 6], help="outputs, and beams")
+    for name in ("prefix", "beams"):
+        command = commands.add_parser(name)
+        command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+        command.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    header, rows = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams}[args.command](args)
+    print_table(header, rows)
+    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
+
+
+def measure_saving(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+    loaded = load_model(args.model, "float32")
+    rng = np.random.default_rng(0)
+    if args.lengths:
+        with open(args.lengths, newline="") as file:
+            lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    else:
+        lengths = list(zip(rng.geometric(1 / 19.3, 10_000), rng.geometric(1 / 58.5, 10_000), strict=True))
+    lengths = [(p, o) for p, o in lengths if p and o and p + o <= args.max_len][: args.requests]
+    kind = "lengths" if args.lengths else "alpaca"
+    rows = []
+    for method in ("parallel", "beam"):
+        for width in args.width:
+            engine = Engine(
+                loaded,
+                EngineConfig(num_blocks=6000, max_model_len=args.max_len, max_num_seqs=48, max_num_batched_tokens=512),
+            )
+            for i, (prompt, output) in enumerate(lengths):
+                ids = rng.integers(3, loaded.config.vocab_size, prompt)
+                if method == "beam":
+                    beams = BeamSearchParams(beam_width=width, max_tokens=int(output), ignore_eos=True)
+                    engine.add_request(str(i), ids, beams=beams)
+                else:
+                    params = SamplingParams(n=width, max_tokens=int(output), ignore_eos=True, seed=i)
+                    engine.add_request(str(i), ids, params)
+            while engine.has_unfinished():
+                engine.step()
+            saved = 100 * engine.stats().sharing_saving
+            rows.append([method, width, len(lengths), f"{saved:.1f}", PAPER[method][kind]])
+    return ["method", "width", "requests", "saved %", "paper %"], rows
+
+
+def measure_prefix(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+    loaded = random_model(SMOLLM2_135M, args.dtype)
+    rng = np.random.default_rng(0)
+    rows = []
+    for prefix, tail, output in ((80, 40, 20), (341, 40, 20)):
+        head = rng.integers(3, 49152, prefix)
+        prompts = [np.concatenate([head, rng.integers(3, 49152, tail)]) for _ in range(48)]
+        engines = {on: make_engine(loaded, enable_prefix_caching=on) for on in (True, False)}
+        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(args.repeats + 1):
+            for on, engine in engines.items():
+                engine.reset_prefix_cache()
+                seconds = run(engine, [(prompt, {"params": params}) for prompt in prompts])
+                if turn:
+                    times[on].append(seconds)
+        rates = {on: len(prompts) * output / statistics.median(each) for on, each in times.items()}
+        paper = {80: 1.67, 341: 3.58}[prefix]
+        rows.append([prefix, tail, output, rates[False], rates[True], rates[True] / rates[False], paper])
+    return ["prefix", "own prompt", "output", "tokens/s, off", "tokens/s, on", "ratio", "paper's ratio"], rows
+
+
+def measure_beams(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+    loaded = random_model(SMOLLM2_135M, args.dtype)
+    engine = make_engine(loaded)
+    rng = np.random.default_rng(0)
+    output = 64
+    jobs = {
+        "beam width 4": [{"beams": BeamSearchParams(beam_width=4, max_tokens=output, ignore_eos=True)}],
+        "4 greedy": [{"params": SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)}] * 4,
+    }
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(args.repeats + 1):
+        for name, requests in jobs.items():
+            engine.reset_prefix_cache()
+            seconds = run(engine, [(rng.integers(3, 49152, 64), each) for each in requests])
+            if turn:
+                times[name].append(seconds)
+    medians = {name: statistics.median(each) / output * 1e3 for name, each in times.items()}
+    greedy = medians["4 greedy"]
+    return ["what", "ms/token", "ratio"], [[name, each, each / greedy] for name, each in medians.items()]
+
+
+def make_engine(loaded, **changes) -> Engine:
+    sizes = dict(num_blocks=1200, max_model_len=512, max_num_seqs=32, max_num_batched_tokens=512)
+    return Engine(loaded, EngineConfig(**{**sizes, **changes}))
+
+
+def run(engine: Engine, requests: list[tuple[np.ndarray, dict]]) -> float:
+    """Seconds until all are done."""
+    start = time.perf_counter()
+    for i, (prompt, options) in enumerate(requests):
+        engine.add_request(str(i), prompt, **options)
+    while engine.has_unfinished():
+        engine.step()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
