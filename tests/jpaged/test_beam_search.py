@@ -1,14 +1,16 @@
 """Beam search against a plain one over whole forward passes, written after transformers' `_beam_search`."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpaged_models import load_model
 from tiny import _forward, finish, make_prompts, tiny_engine, tiny_model, word_tokenizer
 
-from jpaged import LLM, BeamSearchParams, SamplingParams
+from jpaged import LLM, BeamSearchParams, Engine, EngineConfig, SamplingParams
 
 EOS = 2
 
@@ -149,6 +151,30 @@ def test_from_python():
         llm.beam_search([[5], [6]], BeamSearchParams(beam_width=9, max_tokens=5))
     with pytest.raises(ValueError, match=r"may need \d+ blocks of 4 tokens, but only 64 can be had"):
         llm.beam_search([[5]], BeamSearchParams(beam_width=8, max_tokens=100))
+
+
+def check_against_transformers(loaded, goldens: list[dict]) -> None:
+    """Sequences and scores of transformers' generate(num_beams=...), all searches of one set of stops at once."""
+    config = EngineConfig(num_blocks=400, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64)
+    engine = Engine(loaded, config)
+    for stops in {tuple(golden["eos_token_ids"]) for golden in goldens}:
+        engine.eos_token_ids = frozenset(stops)
+        searches = []
+        for golden in goldens:
+            if tuple(golden["eos_token_ids"]) == stops:
+                params = BeamSearchParams(golden["width"], 40, length_penalty=golden["length_penalty"])
+                request = engine.add_request(str(len(searches)), golden["prompt_token_ids"], beams=params)
+                searches.append((golden, request))
+        finish(engine)
+        for golden, request in searches:
+            found = request.beams.finished
+            assert [each.beam.tokens() for each in found] == golden["sequences"]
+            np.testing.assert_allclose([each.score for each in found], golden["scores"], rtol=1e-3, atol=1e-4)
+
+
+def test_equals_transformers_on_stories260k(shared, root):
+    goldens = json.loads((root / "tests/goldens/beams_stories260k.json").read_text())["searches"]
+    check_against_transformers(load_model(shared / "models" / "stories260k", "float32"), goldens)
 
 
 @pytest.mark.parametrize(
