@@ -3,8 +3,8 @@
 In this order, as in vLLM: allowed tokens, bad words, bias and min_tokens, the engine's own processor, penalties.
 A slot's row is written when a request that uses one is admitted; `Feature` bits say which parts of it hold.
 
-Batch rows that use any are worked on in tiles of a few rows by a loop of dynamic length. The logits of the batch
-are never written (log-probabilities are of the raw ones), and a batch that uses none runs no iteration.
+Rows that use any are worked on a few at a time, see `sample`: the logits of the batch are never written
+(log-probabilities are of the raw ones), and a batch that uses none pays nothing.
 
     S slots, V vocabulary, W = ceil(V / 32), L entries of bias, B bad words, P tokens before a bad word's last one,
     A arguments of the processor, n rows of a tile.

@@ -64,3 +64,5 @@ def test_pool_is_aliased_and_nothing_is_copied(kind, dtype, kv_dtype):
         dims = ",".join(map(str, shape))
         moved = re.findall(rf"= \w+\[{dims}\]\S* (?:copy|convert|transpose|copy-start)\(.*", text)
         assert not moved, moved[0]
+    counts = re.findall(r"= s16\[8,131072\]\S* (?:copy|copy-start)\(.*", text)  # of tokens, for penalties
+    assert "s16[8,131072]" in text and not counts, counts[0]
