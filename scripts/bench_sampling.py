@@ -4,7 +4,7 @@
 
 Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
 peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
-size), as in a step: argmax and nothing else, and the whole of sampling where no row uses any of it.
+size), as in a step: greedy drawing by a program that can do nothing else, and by the one that can do all of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jpaged.controls import Controls, draw
 from jpaged.features import Feature
 from jpaged.logprobs import record_size, record_tokens
 from jpaged.request import Request
-from jpaged.sampling import SamplingState, seed_words
+from jpaged.sampling import SamplingState, sample, seed_words
 
 BIASED = dict.fromkeys(range(100, 400), 0.5)
 KINDS: dict[str, dict[str, Any]] = {
@@ -120,10 +120,11 @@ def main() -> None:
     def product(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return jnp.einsum("vh,rh->vr", head, hidden, preferred_element_type=jnp.float32).T
 
-    plain = jax.jit(lambda hidden, head: argmax(product(hidden, head)))
+    plain = jax.jit(lambda hidden, head, sampling, position: sample(product(hidden, head), sampling, position))
     whole = jax.jit(lambda hidden, head, *batch: finish(product(hidden, head), *batch))
-    runs["head, argmax alone"] = functools.partial(plain, hidden, head)
-    runs["head, greedy"] = functools.partial(whole, hidden, head, *batches["greedy"])
+    sampling, _, position, *_ = greedy = batches["greedy"]
+    runs["head, greedy, nothing else possible"] = functools.partial(plain, hidden, head, sampling, position)
+    runs["head, greedy"] = functools.partial(whole, hidden, head, *greedy)
     times = take_turns(runs, args.repeats)
     table = [(kind, 1e3 * seconds, 1e3 * (seconds - times["greedy"])) for kind, seconds in times.items()]
     print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}")
