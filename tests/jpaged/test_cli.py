@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def words(token_ids: list[int]) -> str:
-    return " ".join(f"w{token}" for token in token_ids if token != 2)
+    return "".join(f" w{token}" for token in token_ids if token != 2)
 
 
 def test_prompts_from_the_command_line_and_a_file(checkpoint, tmp_path, capsys):
