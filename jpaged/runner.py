@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jpaged_models import LoadedModel, pack_model, pick_linear_backend
+from jpaged_models import LoadedModel, pack_model, pick_linear_backend, prefer_huge_pages
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.config import EngineConfig, pick_bucket
@@ -102,6 +102,7 @@ class Runner:
         self.params = loaded.params
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
+        prefer_huge_pages(jax.tree.leaves(self.state.cache))
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
         """Start a step and return without waiting for it."""

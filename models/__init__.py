@@ -1,6 +1,6 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
 
-from pallas_kernels import describe_backend
+from pallas_kernels import describe_backend, prefer_huge_pages
 
 from .cache_blocks import copy_cache_blocks
 from .config import ModelConfig
@@ -36,5 +36,6 @@ __all__ = [
     "paged_attend",
     "param_shapes",
     "pick_linear_backend",
+    "prefer_huge_pages",
     "save_checkpoint",
 ]

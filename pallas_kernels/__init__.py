@@ -1,6 +1,7 @@
 """Paged attention: arrays in, arrays out. Knows pages and batches, nothing of models or requests."""
 
 from pallas_kernels.batch import PagedBatch, check_batch
+from pallas_kernels.cpu.library import prefer_huge_pages
 from pallas_kernels.dispatch import (
     available_backends,
     describe_backend,
@@ -23,6 +24,7 @@ __all__ = [
     "describe_backend",
     "init_pages",
     "paged_attention",
+    "prefer_huge_pages",
     "rotate",
     "rotate_and_write",
     "storage_dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -33,6 +34,15 @@ def require_library() -> ctypes.CDLL:
             'jpaged again, or use the "xla" backend'
         )
     return library
+
+
+def prefer_huge_pages(arrays: Iterable[jax.Array]) -> None:
+    """Ask the system to keep these arrays in huge pages of its memory. It may not follow; elsewhere nothing happens."""
+    library = load_library() if jax.default_backend() == "cpu" else None
+    for array in arrays if library is not None else ():
+        library.jpaged_cpu_prefer_huge_pages(
+            ctypes.c_void_p(array.unsafe_buffer_pointer()), ctypes.c_size_t(array.nbytes)
+        )
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 // Attention over pages, with an online softmax in float32.
 //
-// A task is some query rows of one sequence that read one KV head (a token's G query heads are G rows), and one part of
-// the keys they see. Few rows: dot products with keys where they lie. Many rows: keys and values are first unpacked into
+// A task is some query rows of one sequence (a token's G query heads of one KV head are G rows), and one part of the keys
+// they see. Few rows: dot products with keys where they lie. Many rows: keys and values are first unpacked into
 // panels, and both products are those of linear.h. Parts of a long sequence are merged afterwards (flash decoding:
 // Dao et al. 2023). The parts are cut by position only: a row's result does not depend on the rest of the batch.
 
@@ -17,16 +17,30 @@ struct Partial {
   float* acc;    // [rows][width]
 };
 
-// One task: `rows` = tokens * G query rows whose first token is at `position`, keys [begin, end).
+// One task: query rows of some tokens, the first at `position`, for KV heads [head, head + heads), and keys [begin, end).
 struct Piece {
-  int64_t sequence, head, row, tokens, position, begin, end;
+  int64_t sequence, head, heads, row, tokens, position, begin, end;
   int64_t partial;  // of its first row among the partial results, or -1: the only part
+
+  int64_t rows(int64_t group) const { return tokens * group; }  // of one head
+
+  // The same for its i-th head alone.
+  Piece of_head(int64_t i, int64_t group) const {
+    Piece one = *this;
+    one.head += i;
+    one.heads = 1;
+    if (partial >= 0) one.partial += i * rows(group);
+    return one;
+  }
 };
 
 // The geometry all tasks share.
 struct Sizes {
   int64_t group, dim, width;  // query heads a KV head; D; D rounded up to whole panels of columns
 };
+
+// Whether keys are read where they lie.
+inline bool is_few(int64_t tokens, const Sizes& size) { return tokens == 1 || tokens * size.group <= FEW_ROWS; }
 
 // Where the keys and values of positions [at, at + count) of one sequence and head are.
 template <class S>
@@ -58,11 +72,12 @@ struct Places {
   }
 };
 
-// Starts to read n values. A burst of these would only wait for the memory: they are spread over the work on other keys.
+// Starts to read n values, as far as the second-level cache: the first has no room for a tile more. A burst of these would
+// only wait for the memory: they are spread over the work on other keys.
 template <class T>
 inline void fetch(const T* values, int64_t n) {
   const char* p = reinterpret_cast<const char*>(values);
-  for (int64_t b = 0; b < int64_t(n * sizeof(T)); b += 64) __builtin_prefetch(p + b, 0, 3);
+  for (int64_t b = 0; b < int64_t(n * sizeof(T)); b += 64) __builtin_prefetch(p + b, 0, 2);
 }
 
 // Which of the keys [at, at + count) the row at `position` sees: [first, last) counted from `at`.
@@ -145,7 +160,7 @@ inline void add_columns(const float* weights, const typename S::T* const* v, int
     for (int c = 0; c < C; ++c) sums[r][c] = load_as<vf>(acc + r * width + d + c * W) * factor[r];
   }
   for (int64_t t = first; t < last; ++t) {
-    if (t - first < to_fetch) fetch(ahead[t - first] + d, C * W);
+    if (t - first < to_fetch) fetch(ahead[t - first] + d, C * W);  // as many as there are keys here: about a tile
     vf value[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) value[c] = S::load(v[t] + d + c * W);
@@ -219,29 +234,43 @@ inline void attend_rows(const Attention& a, const Piece& piece, const Sizes& siz
                    to_fetch);
 }
 
+// All heads of a tile in turn, as they lie in memory. q and partial hold the heads' rows one head after the other. `after`
+// is the piece that this thread takes next, or null. Each tile's keys and values are fetched during the one before.
 template <class S>
-void attend_few(const Attention& a, const Piece& piece, const Sizes& size, const float* q, const Partial& partial) {
-  const int64_t rows = piece.tokens * size.group;
-  Places<S> places[2];  // of this tile and the next
-  auto count = [&](int64_t at) { return std::min(TILE, piece.end - at); };
-  places[0].find(a, piece, piece.begin, count(piece.begin));
+void attend_few(const Attention& a, const Piece& piece, const Piece* after, const Sizes& size, const float* q,
+                const Partial& partial) {
+  const int64_t rows = piece.rows(size.group);
+  Places<S> places[2];  // of this tile and head, and of the next
   int now = 0;
-  for (int64_t at = piece.begin; at < piece.end; at += TILE, now ^= 1) {
-    const int64_t next = at + TILE;
-    int64_t to_fetch = 0;  // by the first rows; then it is done
-    if (next < piece.end) {
-      to_fetch = count(next);
-      places[now ^ 1].find(a, piece, next, to_fetch);
+  int64_t count = std::min(TILE, piece.end - piece.begin);
+  places[0].find(a, piece, piece.begin, count);
+  for (int64_t at = piece.begin; at < piece.end; at += TILE) {
+    for (int64_t h = 0; h < piece.heads; ++h, now ^= 1) {
+      const Piece one = piece.of_head(h, size.group);
+      int64_t next = 0;
+      if (h + 1 < piece.heads) {
+        next = count;
+        places[now ^ 1].find(a, piece.of_head(h + 1, size.group), at, next);
+      } else if (at + TILE < piece.end) {
+        next = std::min(TILE, piece.end - at - TILE);
+        places[now ^ 1].find(a, piece, at + TILE, next);
+      } else if (after) {
+        next = std::min(TILE, after->end - after->begin);
+        places[now ^ 1].find(a, *after, after->begin, next);
+      }
+      const float* queries = q + h * rows * size.width;
+      const Partial part{partial.top + h * rows, partial.total + h * rows, partial.acc + h * rows * size.width};
+      auto attend = [&](auto width, int64_t r) {
+        attend_rows<S, decltype(width)::value>(a, one, size, queries, r, at, count, places[now], places[now ^ 1],
+                                               r == 0 ? next : 0, part);
+      };
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) attend(std::integral_constant<int, 4>(), r);
+      if (rows - r == 3) attend(std::integral_constant<int, 3>(), r);
+      if (rows - r == 2) attend(std::integral_constant<int, 2>(), r);
+      if (rows - r == 1) attend(std::integral_constant<int, 1>(), r);
+      if (h + 1 == piece.heads) count = next;
     }
-    auto attend = [&](auto width, int64_t r) {
-      attend_rows<S, decltype(width)::value>(a, piece, size, q, r, at, count(at), places[now], places[now ^ 1],
-                                             r == 0 ? to_fetch : 0, partial);
-    };
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) attend(std::integral_constant<int, 4>(), r);
-    if (rows - r == 3) attend(std::integral_constant<int, 3>(), r);
-    if (rows - r == 2) attend(std::integral_constant<int, 2>(), r);
-    if (rows - r == 1) attend(std::integral_constant<int, 1>(), r);
   }
 }
 
@@ -278,7 +307,7 @@ MultiplyInto pick_into(int rows, std::integer_sequence<int, M...>) {
 
 template <class S>
 void attend_many(const Attention& a, const Piece& piece, const Sizes& size, const float* q, const Partial& partial) {
-  const int64_t rows = piece.tokens * size.group;
+  const int64_t rows = piece.rows(size.group);
   const int64_t key_panels = TILE / kPanel, value_panels = size.width / kPanel;
   std::unique_ptr<float[]> memory(new float[2 * TILE * size.width + rows * TILE]);
   float* keys = memory.get();                 // [key_panels][D][kPanel]
@@ -344,7 +373,7 @@ void attend_many(const Attention& a, const Piece& piece, const Sizes& size, cons
 
 template <class Q>
 void load_queries_of(const Attention& a, const Piece& piece, const Sizes& size, float* q) {
-  for (int64_t r = 0; r < piece.tokens * size.group; ++r) {
+  for (int64_t r = 0; r < piece.rows(size.group); ++r) {
     const int64_t row = piece.row + r / size.group, head = piece.head * size.group + r % size.group;
     const auto* from = static_cast<const typename Q::T*>(a.q) + (row * a.heads + head) * size.dim;
     float* to = q + r * size.width;
@@ -357,7 +386,7 @@ void load_queries_of(const Attention& a, const Piece& piece, const Sizes& size, 
 // The finished rows of a piece: the sink joins the softmax, then values over weights.
 template <class Q>
 void store_outputs_of(const Attention& a, const Piece& piece, const Sizes& size, const Partial& partial) {
-  for (int64_t r = 0; r < piece.tokens * size.group; ++r) {
+  for (int64_t r = 0; r < piece.rows(size.group); ++r) {
     const int64_t row = piece.row + r / size.group, head = piece.head * size.group + r % size.group;
     float top = partial.top[r], total = partial.total[r], factor = 1.0f;
     if (a.sinks) {
@@ -408,11 +437,16 @@ inline void merge(const Partial& into, const Partial& part, int64_t rows, int64_
 // ---------------------------------------------------------------- the whole batch
 
 // Cuts the batch into pieces; those that share rows follow each other. Returns how many rows of partial results they
-// need. Rows of no piece (padding, empty sequences) are marked in `idle`.
-inline int64_t cut(const Attention& a, const Sizes& size, std::vector<Piece>& pieces, std::vector<bool>& idle) {
+// need. Rows of no piece (padding, empty sequences) are marked in `idle`. Few rows take all heads in one piece, unless
+// that leaves too few pieces for the threads.
+inline int64_t cut(const Attention& a, const Sizes& size, int64_t threads, std::vector<Piece>& pieces,
+                   std::vector<bool>& idle) {
   idle.assign(a.rows, true);
-  int64_t partials = 0;
   const int64_t most_tokens = std::max<int64_t>(1, MANY_ROWS / size.group);
+  int64_t cuts = 0;
+  for (int64_t s = 0; s < a.sequences; ++s) cuts += (a.lengths[s] + PART - 1) / PART;
+  const int64_t together = cuts >= 4 * threads ? a.pages.heads : 1;
+  int64_t partials = 0;
   for (int64_t s = 0; s < a.sequences; ++s) {
     const int64_t begin = a.starts ? a.starts[s] : s, end = a.starts ? a.starts[s + 1] : s + 1;
     const int64_t length = std::min<int64_t>(a.lengths[s], a.columns * a.pages.block_size);
@@ -423,11 +457,12 @@ inline int64_t cut(const Attention& a, const Sizes& size, std::vector<Piece>& pi
       const int64_t position = length - (end - row), stop = position + tokens;
       const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const bool whole = first / PART == (stop - 1) / PART;
-      for (int64_t h = 0; h < a.pages.heads; ++h) {
+      const int64_t heads = is_few(tokens, size) ? together : 1;
+      for (int64_t h = 0; h < a.pages.heads; h += heads) {
         for (int64_t at = first; at < stop;) {
           const int64_t until = std::min(stop, (at / PART + 1) * PART);
-          pieces.push_back({s, h, row, tokens, position, at, until, whole ? -1 : partials});
-          if (!whole) partials += tokens * size.group;
+          pieces.push_back({s, h, heads, row, tokens, position, at, until, whole ? -1 : partials});
+          if (!whole) partials += heads * tokens * size.group;
           at = until;
         }
       }
@@ -442,39 +477,50 @@ void attention_of(const Attention& a, const Pool& pool) {
   const Sizes size{a.heads / a.pages.heads, dim, (dim + kPanel - 1) / kPanel * kPanel};
   std::vector<Piece> pieces;
   std::vector<bool> idle;
-  const int64_t partials = cut(a, size, pieces, idle);
+  const int64_t partials = cut(a, size, pool.threads, pieces, idle);
   std::unique_ptr<float[]> shared(new float[partials * (size.width + 2)]);
   auto partial_at = [&](float* memory, int64_t all, int64_t row) {
     return Partial{memory + row, memory + all + row, memory + 2 * all + row * size.width};
   };
 
-  pool.run(int64_t(pieces.size()), [&](int64_t i, int64_t) {
+  pool.run(int64_t(pieces.size()), [&](int64_t i, int64_t next) {
     const Piece& piece = pieces[i];
-    const int64_t rows = piece.tokens * size.group;
+    const int64_t each = piece.rows(size.group), rows = each * piece.heads;
     const bool alone = piece.partial < 0;
     std::unique_ptr<float[]> memory(new float[rows * (alone ? 2 * size.width + 2 : size.width)]);
     float* q = memory.get();
-    const Partial partial = alone ? partial_at(q + rows * size.width, rows, 0) : partial_at(shared.get(), partials, piece.partial);
-    load_queries(a, piece, size, q);
+    const Partial partial =
+        alone ? partial_at(q + rows * size.width, rows, 0) : partial_at(shared.get(), partials, piece.partial);
+    for (int64_t h = 0; h < piece.heads; ++h) {
+      load_queries(a, piece.of_head(h, size.group), size, q + h * each * size.width);
+    }
     std::fill(partial.top, partial.top + rows, -std::numeric_limits<float>::infinity());
     std::fill(partial.total, partial.total + rows, 0.0f);
     std::fill(partial.acc, partial.acc + rows * size.width, 0.0f);
-    if (rows <= FEW_ROWS || piece.tokens == 1) {
-      attend_few<S>(a, piece, size, q, partial);
+    if (is_few(piece.tokens, size)) {
+      attend_few<S>(a, piece, next < 0 ? nullptr : &pieces[next], size, q, partial);
     } else {
       attend_many<S>(a, piece, size, q, partial);
     }
-    if (alone) store_outputs(a, piece, size, partial);
+    if (!alone) return;
+    for (int64_t h = 0; h < piece.heads; ++h) {
+      const Partial one{partial.top + h * each, partial.total + h * each, partial.acc + h * each * size.width};
+      store_outputs(a, piece.of_head(h, size.group), size, one);
+    }
   });
 
   for (size_t i = 0; i < pieces.size();) {
     const Piece& piece = pieces[i++];
     if (piece.partial < 0) continue;
-    const Partial into = partial_at(shared.get(), partials, piece.partial);
+    const int64_t each = piece.rows(size.group);
     for (; i < pieces.size() && pieces[i].row == piece.row && pieces[i].head == piece.head; ++i) {
-      merge(into, partial_at(shared.get(), partials, pieces[i].partial), piece.tokens * size.group, size.width);
+      merge(partial_at(shared.get(), partials, piece.partial), partial_at(shared.get(), partials, pieces[i].partial),
+            each * piece.heads, size.width);
     }
-    store_outputs(a, piece, size, into);
+    for (int64_t h = 0; h < piece.heads; ++h) {
+      const Piece one = piece.of_head(h, size.group);
+      store_outputs(a, one, size, partial_at(shared.get(), partials, one.partial));
+    }
   }
 
   for (int64_t row = 0; row < a.rows; ++row) {

@@ -17,18 +17,20 @@ inline void store_line(Type type, void* to, int64_t at, const float* line, int64
   }
 }
 
-// Turns a line of D values, then rounds it to what `type` holds.
-inline void rotate_line(Type type, float* line, const float* cos, const float* sin, int64_t dim) {
+// Turns a line of D values.
+inline void rotate_line(float* line, const float* cos, const float* sin, int64_t dim) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    const vf a = load_as<vf>(line + i), b = load_as<vf>(line + i + half);
+    const vf c = load_as<vf>(cos + i), s = load_as<vf>(sin + i);
+    store(line + i, a * c - b * s);
+    store(line + i + half, b * c + a * s);
+  }
+  for (; i < half; ++i) {
     const float a = line[i], b = line[i + half];
     line[i] = a * cos[i] - b * sin[i];
     line[i + half] = b * cos[i] + a * sin[i];
-  }
-  if (type == Type::bf16) {
-    for (int64_t i = 0; i < dim; ++i) line[i] = BF16::get(BF16::put(line[i]));
-  } else if (type == Type::f16) {
-    for (int64_t i = 0; i < dim; ++i) line[i] = F16::get(F16::put(line[i]));
   }
 }
 
@@ -56,9 +58,9 @@ template <class S>
 void write_of(const Write& w, const Pool& pool) {
   using T = typename S::T;
   const Pages& p = w.pages;
-  const int64_t chunk = 16, dim = p.head_dim;
+  const int64_t chunk = 8, dim = p.head_dim;
   pool.run((w.rows + chunk - 1) / chunk, [&](int64_t i, int64_t) {
-    std::unique_ptr<float[]> line(new float[dim]);
+    std::unique_ptr<float[]> line(new float[dim]), held(new float[dim]);
     for (int64_t t = i * chunk; t < std::min(w.rows, (i + 1) * chunk); ++t) {
       const int64_t slot = w.slots[t];
       const float* cos = w.cos ? w.cos + t * (dim / 2) : nullptr;
@@ -67,10 +69,11 @@ void write_of(const Write& w, const Pool& pool) {
       const bool stored = slot >= p.block_size && slot < p.blocks * p.block_size;
       for (int64_t h = 0; h < w.q_heads; ++h) {
         const int64_t at = (t * w.q_heads + h) * dim;
-        std::fill(line.get(), line.get() + dim, 0.0f);
         if (stored) {
           load_line(w.type, line.get(), w.q, at, dim);
-          rotate_line(w.type, line.get(), cos, sin, dim);
+          rotate_line(line.get(), cos, sin, dim);
+        } else {
+          std::fill(line.get(), line.get() + dim, 0.0f);
         }
         store_line(w.type, w.q_out, at, line.get(), dim);
       }
@@ -79,7 +82,13 @@ void write_of(const Write& w, const Pool& pool) {
         const int64_t from = (t * p.heads + h) * dim;
         const int64_t token = (slot / p.block_size * p.heads + h) * p.block_size + slot % p.block_size;
         load_line(w.type, line.get(), w.k, from, dim);
-        if (cos) rotate_line(w.type, line.get(), cos, sin, dim);
+        if (cos) {
+          rotate_line(line.get(), cos, sin, dim);
+          if (w.type != p.type) {  // what is stored is k as the model holds it
+            store_line(w.type, held.get(), 0, line.get(), dim);
+            load_line(w.type, line.get(), held.get(), 0, dim);
+          }
+        }
         store_token<S>(line.get(), dim, static_cast<T*>(p.k) + token * dim, p.k_scales ? p.k_scales + token : nullptr);
         load_line(w.type, line.get(), w.v, from, dim);
         store_token<S>(line.get(), dim, static_cast<T*>(p.v) + token * dim, p.v_scales ? p.v_scales + token : nullptr);

@@ -27,20 +27,37 @@ inline void relax() {
 }
 
 // A loop under way. Owned by all who work on it: a helper that comes after the end finds nothing to take.
+//
+// Each thread begins with a share of its own, neighbouring tasks from first to last, so that it reads memory in order and
+// knows what it reads next; when that is done it takes from the ends of the others' shares.
 class Loop {
  public:
   using Body = void (*)(const void* closure, int64_t task, int64_t next);
+  static constexpr int64_t kMostShares = 64;
 
-  Loop(int64_t tasks, Body body, const void* closure) : tasks_(tasks), body_(body), closure_(closure) {}
+  Loop(int64_t tasks, int64_t threads, Body body, const void* closure)
+      : tasks_(tasks), shares_(std::min({threads, tasks, kMostShares})), body_(body), closure_(closure) {
+    for (int64_t i = 0; i < shares_; ++i) {
+      share_[i].range.store(pack(tasks * i / shares_, tasks * (i + 1) / shares_), std::memory_order_relaxed);
+    }
+  }
 
   // Takes tasks until there are none.
   void work() {
-    int64_t task = taken_.fetch_add(1, std::memory_order_relaxed), finished = 0;
-    while (task < tasks_) {
-      const int64_t next = taken_.fetch_add(1, std::memory_order_relaxed);
-      body_(closure_, task, next < tasks_ ? next : -1);
-      ++finished;
-      task = next;
+    const int64_t mine = joined_.fetch_add(1, std::memory_order_relaxed);
+    int64_t finished = 0, task, next;
+    if (mine < shares_) {
+      while (take_first(share_[mine].range, &task, &next)) {
+        body_(closure_, task, next);
+        ++finished;
+      }
+    }
+    for (int64_t i = 1; i <= shares_; ++i) {
+      std::atomic<uint64_t>& other = share_[(mine + i) % shares_].range;
+      while (take_last(other, &task)) {
+        body_(closure_, task, -1);
+        ++finished;
+      }
     }
     if (finished) done_.fetch_add(finished, std::memory_order_release);
   }
@@ -53,10 +70,44 @@ class Loop {
   }
 
  private:
-  const int64_t tasks_;
+  // A range of tasks [begin, end) in one word.
+  static uint64_t pack(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  static bool take_first(std::atomic<uint64_t>& range, int64_t* task, int64_t* next) {
+    uint64_t now = range.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t begin = now >> 32, end = now & 0xffffffff;
+      if (begin >= end) return false;
+      if (range.compare_exchange_weak(now, pack(begin + 1, end), std::memory_order_relaxed)) {
+        *task = int64_t(begin);
+        *next = begin + 1 < end ? int64_t(begin + 1) : -1;
+        return true;
+      }
+    }
+  }
+
+  static bool take_last(std::atomic<uint64_t>& range, int64_t* task) {
+    uint64_t now = range.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t begin = now >> 32, end = now & 0xffffffff;
+      if (begin >= end) return false;
+      if (range.compare_exchange_weak(now, pack(begin, end - 1), std::memory_order_relaxed)) {
+        *task = int64_t(end - 1);
+        return true;
+      }
+    }
+  }
+
+  struct alignas(64) Share {
+    std::atomic<uint64_t> range{0};
+  };
+
+  const int64_t tasks_;  // fewer than 2^32
+  const int64_t shares_;
   const Body body_;
   const void* const closure_;  // on the stack of the caller, which stays as long as a task is left
-  alignas(64) std::atomic<int64_t> taken_{0};
+  Share share_[kMostShares];
+  alignas(64) std::atomic<int64_t> joined_{0};
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
@@ -122,8 +173,8 @@ struct Pool {
   int64_t threads = 1;  // of the pool, or 1 for no pool
   Lookout* lookout = nullptr;
 
-  // body(i, next) for every i in [0, n), each once, on several threads. `next` is the task that this thread will take
-  // after i, or -1, so that its data can be fetched ahead. Never waits for a thread of the pool to become free: if none
+  // body(i, next) for every i in [0, n), each once, on several threads. `next` is the task that this thread will most
+  // likely take after i, or -1, so that its data can be fetched ahead. Never waits for a thread of the pool to become free: if none
   // does, the caller does all the work.
   template <class Body>
   void run(int64_t n, const Body& body) const {
@@ -133,7 +184,7 @@ struct Pool {
       return;
     }
     auto call = [](const void* closure, int64_t task, int64_t next) { (*static_cast<const Body*>(closure))(task, next); };
-    auto loop = std::make_shared<Loop>(n, call, &body);
+    auto loop = std::make_shared<Loop>(n, threads, call, &body);
     helpers -= lookout->show(loop);
     for (int64_t i = 0; i < helpers; ++i) schedule(context, &help, new Call{lookout, loop});
     loop->work();
