@@ -259,6 +259,7 @@ class Engine:
         return self.collector.snapshot(
             self.runner.count_blocks(),
             prefix,
+            backends=self.runner.backends,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jpaged_models import LoadedModel, pack_model, pick_linear_backend, prefer_huge_pages
+from jpaged_models import LoadedModel, describe_backend, pack_model, pick_linear_backend, prefer_huge_pages
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.config import EngineConfig, pick_bucket
@@ -27,6 +28,7 @@ from jpaged.state import count_blocks, init_state
 from jpaged.stats import BlockCounts
 from jpaged.step import Records, StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 
+log = logging.getLogger(__name__)
 Program = Any  # what jax.jit returns
 MASKS_AT_ONCE = 8
 MAX_COMPILE_THREADS = 8  # each needs memory too
@@ -97,7 +99,11 @@ class Runner:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.config = config
         self.vocab_size = loaded.config.vocab_size
-        if pick_linear_backend(config.linear_backend) == "cpu":
+        linear = pick_linear_backend(config.linear_backend)
+        attention = config.attention_backend
+        self.backends = (describe_backend() if attention == "auto" else attention, linear)
+        log.info("attention by %s, products by %s", *self.backends)
+        if linear == "cpu":
             loaded = pack_model(loaded)
         self.params = loaded.params
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)

@@ -70,6 +70,8 @@ class EngineStats:
     A token in a shared block counts once.
     """
 
+    attention_backend: str  # what reads the pages, as `jpaged version` says it
+    linear_backend: str  # what multiplies: "cpu" (packed weights, native kernels) or "xla"
     blocks: BlockStats
     block_size: int
     kv_tokens: int
@@ -145,14 +147,24 @@ class StatsCollector:
         return counts.tokens / (counts.used * self.block_size) if counts.used else 1.0
 
     def snapshot(
-        self, counts: BlockCounts, prefix: PrefixCacheStats, *, running: int, waiting: int, preemptions: int
+        self,
+        counts: BlockCounts,
+        prefix: PrefixCacheStats,
+        *,
+        backends: tuple[str, str],
+        running: int,
+        waiting: int,
+        preemptions: int,
     ) -> EngineStats:
         totals = sorted(timing.total for timing in self.timings) or [0.0]
 
         def median(part: str) -> float:
             return statistics.median([getattr(timing, part) for timing in self.timings] or [0.0])
 
+        attention, linear = backends
         return EngineStats(
+            attention_backend=attention,
+            linear_backend=linear,
             blocks=self.by_state(counts),
             block_size=self.block_size,
             kv_tokens=counts.tokens,
