@@ -82,7 +82,7 @@ class Engine:
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         tenant: str | None = None,
         beams: BeamSearchParams | None = None,
     ) -> Request:
@@ -90,7 +90,7 @@ class Engine:
 
         cache_salt: only requests of the same salt share cached blocks, so that tenants cannot learn of each other's
         prompts from how fast an answer comes.
-        priority, tenant: for scheduling policies that look at them; lower priorities go first.
+        priority, tenant: for scheduling policies that look at them; lower priorities go first. None: params.priority.
         beams: search with beams, in place of `params`; the results are `request.beams.finished`.
         """
         if beams is not None:
@@ -113,7 +113,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             prompt=prompt,
             arrival_time=self.clock(),
-            priority=priority,
+            priority=params.priority if priority is None else priority,
             tenant=tenant,
             root_key=self._root_key(cache_salt),
             bad_word_ids=find_bad_words(params.bad_words, self.tokenizer),

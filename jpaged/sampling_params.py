@@ -65,6 +65,7 @@ class SamplingParams:
     skip_special_tokens  leave special tokens out of the text
     spaces_between_special_tokens   False: added tokens in a row are joined as they are
     truncate_prompt_tokens          keep the last N tokens of the prompt; -1: what the model's length allows
+    priority             lower ones are served first, where the engine's scheduling policy is "priority"
     output_kind          what a stream of outputs shows each time
     """
 
@@ -93,6 +94,7 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    priority: int = 0
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: Mapping[str, float] = field(default_factory=dict, hash=False)
 
@@ -157,7 +159,7 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty!r}")
 
     def _check_integers(self) -> None:
-        for name in ("n", "top_k", "min_tokens"):
+        for name in ("n", "top_k", "min_tokens", "priority"):
             self._set(name, as_integer(name, getattr(self, name)))
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)

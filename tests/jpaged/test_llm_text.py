@@ -141,3 +141,15 @@ def test_no_tokenizer_no_stop_strings() -> None:
     llm = LLM(tiny_model(), warm_up=False, **SIZES)
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         llm.generate([[5]], change(stop="x"), use_tqdm=False)
+
+
+def test_priority_of_a_request(llm) -> None:
+    """What the engine is told for a request wins over its sampling parameters."""
+    engine = llm.engine
+    given = [engine.add_request("a", [5], change(priority=3)), engine.add_request("b", [5], GREEDY, priority=-1)]
+    given.append(engine.add_request("c", [5], change(priority=3), priority=0))
+    assert [request.priority for request in given] == [3, -1, 0]
+    for request in given:
+        engine.abort(request.request_id)
+    while engine.has_unfinished():
+        engine.step()

@@ -36,6 +36,7 @@ def test_defaults_are_vllms() -> None:
         "detokenize": True,
         "truncate_prompt_tokens": None,
         "structured_outputs": None,
+        "priority": 0,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "extra_args": {},
     }
@@ -78,6 +79,7 @@ def test_numpy_values_and_lists_become_plain_ones() -> None:
         {"min_tokens": 100, "max_tokens": None},
         {"logprobs": -1, "prompt_logprobs": 0},
         {"truncate_prompt_tokens": -1},
+        {"priority": -5},
     ],
 )
 def test_edges_that_are_allowed(given: dict) -> None:
@@ -122,6 +124,7 @@ NAN = float("nan")
         ("truncate_prompt_tokens", [0, -2, 1.5], "at least 1|an integer"),
         ("structured_outputs", ["json", 1], "StructuredOutputsParams"),
         ("output_kind", ["delta", None, 1], "RequestOutputKind"),
+        ("priority", [None, 0.5], "an integer"),
         ("extra_args", [1, {"x": "y"}], "a mapping|a number"),
         ("n", [0, -1, True, 1.0], "at least 1|an integer"),
     ],
