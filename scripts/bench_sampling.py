@@ -1,6 +1,6 @@
 """Time what happens to a step's logits, for each kind of request, beside XLA's argmax over the same logits.
 
-    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--json FILE]
+    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--only head] [--json FILE]
 
 Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
 peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--only", default="", metavar="TEXT", help="lines with this in their name, and greedy")
     args = parser.parse_args()
 
     config = EngineConfig(num_blocks=200, max_model_len=2048, max_num_seqs=args.rows)
@@ -125,7 +126,8 @@ def main() -> None:
     sampling, _, position, *_ = greedy = batches["greedy"]
     runs["head, greedy, nothing else possible"] = functools.partial(plain, hidden, head, sampling, position)
     runs["head, greedy"] = functools.partial(whole, hidden, head, *greedy)
-    times = take_turns(runs, args.repeats)
+    chosen = {name: run for name, run in runs.items() if args.only in name or name == "greedy"}
+    times = take_turns(chosen, args.repeats)
     table = [(kind, 1e3 * seconds, 1e3 * (seconds - times["greedy"])) for kind, seconds in times.items()]
     print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}")
     header = ("every row asks for", "ms", "ms over greedy")
