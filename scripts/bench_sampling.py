@@ -1,6 +1,6 @@
 """Time what happens to a step's logits, for each kind of request, beside XLA's argmax over the same logits.
 
-    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--only head] [--json FILE]
+    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats N] [--only TEXT] [--json FILE]
 
 Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
 peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
