@@ -1,6 +1,6 @@
 """Time what happens to a step's logits, for each kind of request, beside XLA's argmax over the same logits.
 
-    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats N] [--only TEXT] [--json FILE]
+    python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--only TEXT] [--json F]
 
 Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
 peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_tools import make_parser, print_table, save_json, take_turns
+from jpaged_models import pick_linear_backend
+from jpaged_models.layers import multiply_head
 
 from jpaged import EngineConfig, SamplingParams
 from jpaged.control_rows import find_features, make_row
@@ -24,6 +26,7 @@ from jpaged.features import Feature
 from jpaged.logprobs import record_size, record_tokens
 from jpaged.request import Request
 from jpaged.sampling import SamplingState, sample, seed_words
+from pallas_kernels.cpu.linear import pack_weight
 
 BIASED = dict.fromkeys(range(100, 400), 0.5)
 KINDS: dict[str, dict[str, Any]] = {
@@ -116,16 +119,17 @@ def main() -> None:
     runs |= {kind: functools.partial(run, logits, *batch) for kind, batch in batches.items()}
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.normal(size=(args.rows, args.hidden)), jnp.bfloat16)
-    head = jnp.asarray(rng.normal(size=(args.vocab, args.hidden)) * 0.05, jnp.bfloat16)
+    head = np.asarray(rng.normal(size=(args.vocab, args.hidden)) * 0.05, jnp.bfloat16)
+    weight = jnp.asarray(pack_weight(head) if pick_linear_backend("auto") == "cpu" else head)
 
     def product(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return jnp.einsum("vh,rh->vr", head, hidden, preferred_element_type=jnp.float32).T
+        return multiply_head(hidden, head, args.vocab, None)
 
     plain = jax.jit(lambda hidden, head, sampling, position: sample(product(hidden, head), sampling, position))
     whole = jax.jit(lambda hidden, head, *batch: finish(product(hidden, head), *batch))
     sampling, _, position, *_ = greedy = batches["greedy"]
-    runs["head, greedy, nothing else possible"] = functools.partial(plain, hidden, head, sampling, position)
-    runs["head, greedy"] = functools.partial(whole, hidden, head, *greedy)
+    runs["head, greedy, nothing else possible"] = functools.partial(plain, hidden, weight, sampling, position)
+    runs["head, greedy"] = functools.partial(whole, hidden, weight, *greedy)
     chosen = {name: run for name, run in runs.items() if args.only in name or name == "greedy"}
     times = take_turns(chosen, args.repeats)
     table = [(kind, 1e3 * seconds, 1e3 * (seconds - times["greedy"])) for kind, seconds in times.items()]
