@@ -20,8 +20,8 @@ find_python() {
 }
 
 # make_env FOLDER REQUIREMENT PYTHON: a virtual environment in FOLDER, made with PYTHON unless it is there,
-# with REQUIREMENT ('.' or '.[test]') installed in editable mode. Does nothing when that is already so and
-# pyproject.toml has not changed since. Run it in the root of the repository.
+# with REQUIREMENT ('.' or '.[test]') installed in editable mode. Does nothing when that is already so and neither
+# pyproject.toml nor what is compiled has changed since. Run it in the root of the repository.
 make_env() {
     local folder=$1 requirement=$2 python=$3 started=$SECONDS
     local stamp="$folder/jpaged-installed" state output
@@ -30,7 +30,7 @@ make_env() {
         "$python" -m venv --clear "$folder"
     fi
     # The folder's own path is part of it: an environment that was copied or moved must be installed anew.
-    state="in $PWD/$folder, pyproject.toml $(cksum <pyproject.toml)"
+    state="in $PWD/$folder, made from $(cat pyproject.toml setup.py pallas_kernels/cpu/src/* | cksum)"
     if [[ -f $stamp ]] && grep -qxF -- "$requirement $state" "$stamp"; then
         return 0
     fi

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,16 @@ def run(command: list[str], **options) -> str:
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, built from a copy: a build folder in the tree could leak old files into it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    return build_wheel(root, source, out, os.environ)
+
+
+def build_wheel(root: Path, source: Path, out: Path, environment: Mapping[str, str]) -> Path:
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(root / name, source)
     for folder in FOLDER_OF.values():
-        shutil.copytree(root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
-    run([sys.executable, *build, str(source)])
+    run([sys.executable, *build, str(source)], env=environment)
     (built,) = out.glob("*.whl")
     return built
 
@@ -56,8 +61,10 @@ def test_wheel_holds_every_module_and_nothing_else(root: Path, wheel: Path) -> N
         f"{package}/{path.relative_to(root / folder).as_posix()}"
         for package, folder in FOLDER_OF.items()
         for path in (root / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "src"} & set(path.parts) and path.suffix != ".so"
     }
+    if shutil.which("c++"):
+        wanted.add("pallas_kernels/cpu/_native.so")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     held = {name for name in names if ".dist-info/" not in name}
@@ -137,3 +144,31 @@ def test_the_command_is_installed(root: Path, site: Path, tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": str(site)}
     for command in ([str(site / "bin" / "jpaged")], [sys.executable, "-m", "jpaged"]):
         assert run([*command, "version"], cwd=tmp_path, env=environment).split()[:2] == ["jpaged", version]
+
+
+SAY_BACKENDS = """
+import pallas_kernels
+from pallas_kernels.cpu.library import require_library
+print(pallas_kernels.available_backends(), pallas_kernels.describe_backend())
+try:
+    require_library()
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_installs_and_runs_without_a_compiler(root: Path, tmp_path: Path) -> None:
+    """The package goes without its native kernels, says so, and answers as before."""
+    folders = [tmp_path / name for name in ("source", "out", "empty", "site", "home")]
+    for folder in folders:
+        folder.mkdir()
+    source, out, empty, site, home = folders
+    hidden = {"PATH": str(empty), "CC": "no-compiler-here", "CXX": "no-compiler-here"}
+    wheel = build_wheel(root, source, out, os.environ | hidden)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    run([sys.executable, *install, str(wheel)])
+    said = python(site, home, SAY_BACKENDS)
+    assert "('xla',) xla (cpu)" in said and "install a C++17 compiler" in said
+    assert python(site, home, GENERATE).split() == ["5", "5", "0"]
