@@ -7,7 +7,9 @@ wheel, the package is installed without the kernels and says so where it is used
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,19 +24,33 @@ X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf1
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w"]
 
 
+def include_dir() -> Path:
+    """Where the headers are; a folder that does not exist without jaxlib."""
+    spec = importlib.util.find_spec("jaxlib")
+    return Path(spec.origin).parent / "include" if spec and spec.origin else Path("no-jaxlib")
+
+
+def ffi_version() -> tuple[int, int]:
+    """Major and minor version of the interface in the headers; (0, 0) without them."""
+    header = include_dir() / "xla/ffi/api/c_api.h"
+    text = header.read_text() if header.exists() else ""
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(match[1]) if match else 0 for match in found)
+    return major, minor
+
+
 class BuildKernels(build_ext):
     """One object file an instruction set, all in one library without a Python interface."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")).with_suffix(".so"))
+        """Named after XLA's interface: a library made for a newer one than runs is refused, and both may lie here."""
+        major, minor = ffi_version()
+        return f"{Path(*fullname.split('.'))}_{major}_{minor:03}.so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 
     def build_extension(self, ext: Extension) -> None:
-        import jaxlib
-
-        include = Path(jaxlib.__file__).parent / "include"
         x86 = platform.machine() in ("x86_64", "AMD64")
         # From the smallest set to the largest: of an inline function that several hold the linker keeps the first,
         # which then runs everywhere.
@@ -47,7 +63,7 @@ class BuildKernels(build_ext):
             return self.compiler.compile(
                 [str(SOURCE / file)],
                 output_dir=str(Path(self.build_temp) / name),
-                include_dirs=[str(include)],
+                include_dirs=[str(include_dir())],
                 extra_postargs=[*FLAGS, *flags],
             )[0]
 

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
+log = logging.getLogger(__name__)
 TARGETS = ("jpaged_cpu_attention", "jpaged_cpu_write_kv", "jpaged_cpu_linear", "jpaged_cpu_take_rows")
-FILE = Path(__file__).parent / "_native.so"
+PATTERN = "_native_*.so"  # named after the version of XLA's interface it was built for
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library with its targets registered, or None if it was not built (no C++ compiler at installation)."""
-    if not FILE.exists():
-        return None
-    library = ctypes.CDLL(str(FILE))
-    library.jpaged_cpu_set.restype = ctypes.c_char_p
-    for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return library
+    """The library with its targets registered, or None if none fits (no C++ compiler at installation).
+
+    Several may have been built, by environments that share this folder. XLA takes those for its own interface and for
+    older ones, and refuses newer ones.
+    """
+    refused = []
+    for file in sorted(Path(__file__).parent.glob(PATTERN), reverse=True):
+        library = ctypes.CDLL(str(file))
+        library.jpaged_cpu_set.restype = ctypes.c_char_p
+        try:
+            for name in TARGETS:
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        except jax.errors.JaxRuntimeError as error:
+            refused.append(f"{file.name}: {error}")
+            continue
+        return library
+    if refused:
+        log.warning("no native CPU kernels for this jaxlib, install jpaged again to build them: %s", "; ".join(refused))
+    return None
 
 
 def require_library() -> ctypes.CDLL:
@@ -30,8 +43,8 @@ def require_library() -> ctypes.CDLL:
     library = load_library()
     if library is None:
         raise ValueError(
-            f"the native CPU kernels are not built ({FILE.name} is missing): install a C++17 compiler and install "
-            'jpaged again, or use the "xla" backend'
+            f"the native CPU kernels are not built for this jaxlib (no {PATTERN} that fits): install a C++17 compiler "
+            'and install jpaged again, or use the "xla" backend'
         )
     return library
 
