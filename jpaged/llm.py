@@ -162,15 +162,19 @@ class LLM:
         *,
         use_tqdm: bool = True,
         on_error: str = "raise",
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts.
 
         sampling_params: one for all, one each, or None for the checkpoint's own defaults.
+        priority: one for each prompt, lower ones go first, under a scheduling policy that looks at it.
         on_error: "raise" checks all prompts before anything runs and raises ValueError for the first bad one;
         "return" runs the good ones and returns the bad with finish_reason "error" and the reason in `.error`.
         """
         items = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
-        return self._run([(item, None) for item in items], sampling_params, use_tqdm, on_error)
+        if priority is not None and len(priority) != len(items):
+            raise ValueError(f"{len(priority)} priorities for {len(items)} prompts: give one for each")
+        return self._run([(item, None) for item in items], sampling_params, use_tqdm, on_error, priority)
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Continue every prompt; an output each time one got tokens, in the form its `output_kind` asks for.
@@ -303,13 +307,18 @@ class LLM:
     # ------------------------------------------------------------------ the parts of a call
 
     def _run(
-        self, items: list[tuple[Prompt, str | None]], sampling_params: Params, use_tqdm: bool, on_error: str
+        self,
+        items: list[tuple[Prompt, str | None]],
+        sampling_params: Params,
+        use_tqdm: bool,
+        on_error: str,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         params = self._params_for(sampling_params, len(items))
         outputs: dict[str, RequestOutput] = {}
-        order = self._add(items, params, outputs if on_error == "return" else None)
+        order = self._add(items, params, outputs if on_error == "return" else None, priority)
         with self._aborting(order):
             self._drain(set(order) - set(outputs), outputs, use_tqdm)
         return [outputs[request_id] for request_id in order]
@@ -319,6 +328,7 @@ class LLM:
         items: list[tuple[Prompt, str | None]],
         params: list[SamplingParams],
         refused: dict[str, RequestOutput] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Queue prompts; the ids of their requests. Bad ones go to `refused` with the reason, or without it raise.
 
@@ -327,9 +337,10 @@ class LLM:
         order = [str(next(self._ids)) for _ in items]
         with self._aborting(order):
             for index, (request_id, (item, text), each) in enumerate(zip(order, items, params, strict=True)):
+                salt, rank = _salt_of(item), 0 if priority is None else int(priority[index])
                 try:
                     ids, text = self._tokenize(item, text, each)
-                    self.engine.add_request(request_id, ids, each, prompt=text, cache_salt=_salt_of(item))
+                    self.engine.add_request(request_id, ids, each, prompt=text, cache_salt=salt, priority=rank)
                 except ValueError as error:
                     if refused is None:
                         raise ValueError(f"prompt {index}: {error}") from error

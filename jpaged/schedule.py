@@ -40,6 +40,7 @@ class Schedule:
     decode: list[Request] = field(default_factory=list)
     decode_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     prefill: list[PrefillChunk] = field(default_factory=list)
+    has_beams: bool = False  # whether any of the rows may be a beam
     num_steps: int = 1  # decode iterations; 1 whenever there is prefill
     stop_early: bool = False  # leave the loop as soon as a sequence finishes: another waits for its slot
     epochs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of decode_slots, when scheduled
@@ -56,11 +57,6 @@ class Schedule:
     @property
     def has_rows(self) -> bool:
         return bool(self.decode) or bool(self.prefill)
-
-    @property
-    def has_beams(self) -> bool:
-        decode = any(request.beams is not None for request in self.decode)
-        return decode or any(chunk.last and chunk.request.beams is not None for chunk in self.prefill)
 
     @property
     def has_work(self) -> bool:

@@ -60,6 +60,7 @@ class Scheduler:
         self.counts = SlotCounts(config)
         self.index = PrefixIndex(config.num_names, eviction_policy)
         self.names = BlockNaming(config, self.index, self.counts)
+        self.num_beams = 0  # running requests that are beams
         self.held_slots = 0  # free ones, for the other beams of groups whose prompt is being computed
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
         self.to_name: list[Order] = []  # blocks of theirs to keep; the next plan names them first
@@ -249,6 +250,7 @@ class Scheduler:
 
     def _commit(self, plan: Schedule) -> None:
         """Move the counts to what the step will have done at most."""
+        plan.has_beams = self.num_beams > 0
         plan.epochs = self.counts.epoch[plan.decode_slots]
         self.counts.plan_iterations(plan.decode_slots, plan.num_steps)
         for chunk in plan.prefill:
@@ -334,6 +336,7 @@ class Scheduler:
         request.status = Status.PREFILL
         request.prefill_target = request.num_tokens
         self.running[slot] = request
+        self.num_beams += request.beams is not None
         self.prefilling.append(request)
         left = request.max_tokens - len(request.output_token_ids)
         self.counts.begin(slot, request.num_tokens, left, named, bool(request.features & Feature.STRUCTURED))
@@ -450,6 +453,7 @@ class Scheduler:
         """A running request loses its slot and blocks in the plan that is being made."""
         slot = request.slot
         del self.running[slot]
+        self.num_beams -= request.beams is not None
         self.names.leave_slot(request, plan.name_first)
         if request.status is Status.PREFILL:
             self.prefilling.remove(request)
@@ -463,6 +467,7 @@ class Scheduler:
         if request in self.prefilling:
             self.prefilling.remove(request)
         del self.running[request.slot]
+        self.num_beams -= request.beams is not None
         self.names.leave_slot(request, self.to_name)
         self.counts.decoding[request.slot] = False
         self.to_release.append(request.slot)

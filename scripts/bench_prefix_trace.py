@@ -5,7 +5,7 @@
 The trace has a line of JSON a request: input_length, output_length, hash_ids (one for each block of 512 prompt tokens;
 equal ids mean that all tokens up to the block's end are equal). Requests come in the trace's order as fast as they can
 be run. Beside our hit rate stand those of a cache without limit and of an ideal LRU cache with as many blocks as our
-pool: it learns of a whole prompt at once, keeps nothing but prompt blocks, and no running sequence takes any of them.
+pool: it learns of a whole request at once, its output included, and running sequences take no memory from it.
 """
 
 from __future__ import annotations
@@ -71,14 +71,17 @@ def cacheable(line: dict) -> list[int]:
 
 def count_hits(lines: Iterable[dict], limit: int | None) -> int:
     """Tokens found in an ideal LRU cache of `limit` blocks, or without limit."""
-    cache: OrderedDict[int, None] = OrderedDict()
+    cache: OrderedDict[object, None] = OrderedDict()
     hits = 0
-    for line in lines:
+    for number, line in enumerate(lines):
         known = True
         for block in cacheable(line):
             known = known and block in cache
             hits += BLOCK * known
-        for block in reversed(line["hash_ids"][: line["input_length"] // BLOCK]):
+        prompt = line["input_length"] // BLOCK
+        whole = (line["input_length"] + line["output_length"] - 1) // BLOCK
+        own = [(number, column) for column in range(prompt, whole)]  # filled by the output: nobody asks for them
+        for block in reversed([*line["hash_ids"][:prompt], *own]):
             cache[block] = None
             cache.move_to_end(block)
         while limit is not None and len(cache) > limit:

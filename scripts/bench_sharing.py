@@ -43,6 +43,7 @@ def main() -> None:
         command = commands.add_parser(name)
         command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
         command.add_argument("--repeats", type=int, default=3)
+        command.add_argument("--prompts", type=int, default=16, help="of a pass of `prefix` (default: 16)")
     args = parser.parse_args()
     header, rows = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams}[args.command](args)
     print_table(header, rows)
@@ -87,7 +88,7 @@ def measure_prefix(args: argparse.Namespace) -> tuple[list[str], list[list]]:
     rows = []
     for prefix, tail, output in ((80, 40, 20), (341, 40, 20)):
         head = rng.integers(3, 49152, prefix)
-        prompts = [np.concatenate([head, rng.integers(3, 49152, tail)]) for _ in range(48)]
+        prompts = [np.concatenate([head, rng.integers(3, 49152, tail)]) for _ in range(args.prompts)]
         engines = {on: make_engine(loaded, enable_prefix_caching=on) for on in (True, False)}
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         times: dict[bool, list[float]] = {True: [], False: []}

@@ -177,6 +177,11 @@ def test_equals_transformers_on_stories260k(shared, root):
     check_against_transformers(load_model(shared / "models" / "stories260k", "float32"), goldens)
 
 
+def test_equals_transformers_on_smollm2(demo_model, root):
+    goldens = json.loads((root / "tests/goldens/beams_smollm2.json").read_text())["searches"]
+    check_against_transformers(load_model(demo_model, "float32"), goldens)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

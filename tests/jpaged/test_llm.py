@@ -61,6 +61,15 @@ def test_prefix_cache_salt_pin_and_reset():
     assert stats.prefix_cache.pinned_blocks == 0 and stats.blocks.free == stats.blocks.total
 
 
+def test_priority_decides_who_is_served_first():
+    llm = LLM(tiny_model(), warm_up=False, scheduling_policy="priority", **{**SIZES, "max_num_seqs": 1})
+    outputs = llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False, priority=[2, 1, 0])
+    started = [output.metrics.first_scheduled_time for output in outputs]
+    assert started == sorted(started, reverse=True)
+    with pytest.raises(ValueError, match="2 priorities for 1 prompts"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, priority=[1, 2])
+
+
 def test_text_is_the_tokens_without_the_one_that_ended_it(llm):
     path = greedy_reference([5, 6], 6)
     (output,) = llm.generate("w5 w6", dataclasses.replace(GREEDY, stop_token_ids=(path[3],)), use_tqdm=False)

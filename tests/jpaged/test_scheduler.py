@@ -279,3 +279,40 @@ def test_cost_does_not_grow_with_the_queue():
         return count
 
     assert lines(1_000) == lines(10) == lines(100_000)
+
+
+def test_preemption_in_the_middle_of_a_prompt_that_shares_blocks():
+    """The victim owns blocks that another goes on using, and has computed a part of its own."""
+    loop = Loop(make_config(max_num_batched_tokens=8, async_scheduling=False))
+    first, second = make_request("a", 20, 8), make_request("a", 20, 8)
+    second.prompt_token_ids = first.prompt_token_ids[:12] + [1] * 30
+    loop.scheduler.add(first)
+    for _ in range(3):
+        loop.step()
+    loop.scheduler.add(second)
+    loop.step()
+    assert len(second.chain) > 3 and second.prefilled < second.prefill_target
+    shared = second.chain[:3]
+    pick = loop.scheduler._pick_decode
+    loop.scheduler._pick_decode = lambda plan: (loop.scheduler._preempt_last(plan), pick(plan))
+    loop.step()
+    loop.scheduler._pick_decode = pick
+    assert second.num_preemptions == 1 and [block.locks for block in shared] == [2, 2, 2]  # it was admitted again
+    loop.run()
+    assert [r.output_token_ids for r in (first, second)] == [expected_output(r) for r in (first, second)]
+
+
+def test_a_long_prompt_is_not_preempted_for_ever():
+    """It keeps its place in the order of arrival: those who came after it cannot push it out again and again."""
+    loop = Loop(make_config(num_blocks=17, max_num_seqs=4, max_num_batched_tokens=8, watermark=0.0))
+    early = [make_request(f"e{i}", 3, 20) for i in range(2)]
+    long = make_request("long", 40, 8)
+    late = [make_request(f"l{i}", 3, 20) for i in range(30)]
+    for request in (*early, long, *late):
+        loop.scheduler.add(request)
+    while not long.finished:
+        loop.step()
+    assert long.num_preemptions <= 2  # once for each of those before it, at most
+    assert sum(request.finished for request in late) <= 2
+    loop.run()
+    assert all(r.output_token_ids == expected_output(r) for r in (*early, long, *late))
