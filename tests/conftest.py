@@ -19,6 +19,7 @@ SMOKE_FILES = {
     "models/test_decoder.py",
     "models/test_logits.py",
     "pallas_kernels/test_attention.py",
+    "pallas_kernels/test_cpu_kernels.py",
     "pallas_kernels/test_no_copies.py",
     "pallas_kernels/test_pages.py",
 }

@@ -52,7 +52,9 @@ def require_library() -> ctypes.CDLL:
 def prefer_huge_pages(arrays: Iterable[jax.Array]) -> None:
     """Ask the system to keep these arrays in huge pages of its memory. It may not follow; elsewhere nothing happens."""
     library = load_library() if jax.default_backend() == "cpu" else None
-    for array in arrays if library is not None else ():
+    if library is None:
+        return
+    for array in arrays:
         library.jpaged_cpu_prefer_huge_pages(
             ctypes.c_void_p(array.unsafe_buffer_pointer()), ctypes.c_size_t(array.nbytes)
         )

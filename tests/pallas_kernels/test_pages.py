@@ -64,7 +64,7 @@ def beyond_block_0(pages: KVPages) -> KVPages:
 def test_write_kv(storage: str, dtype: type, backend: str) -> None:
     rng = fresh_rng()
     pages = random_pages(rng, storage)
-    # Multiples of 1/64 with 127/64 as the largest: 127 is odd and a prime, so a quotient is never near the middle of two
+    # Multiples of 1/64 with 127/64 as the largest: 127 is an odd prime, so a quotient is never near the middle of two
     # numbers, where rounding may go either way.
     k, v = (rng.integers(-60, 60, (2, 12, 3, 8)) / 64).astype(dtype)
     k[..., 0] = v[..., 0] = 127 / 64
