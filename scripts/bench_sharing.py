@@ -44,6 +44,7 @@ def main() -> None:
         command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
         command.add_argument("--repeats", type=int, default=3)
         command.add_argument("--prompts", type=int, default=16, help="of a pass of `prefix` (default: 16)")
+        command.add_argument("--prefix", type=int, nargs="+", default=[80, 341], help="tokens in common, of `prefix`")
     args = parser.parse_args()
     header, rows = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams}[args.command](args)
     print_table(header, rows)
@@ -86,7 +87,8 @@ def measure_prefix(args: argparse.Namespace) -> tuple[list[str], list[list]]:
     loaded = random_model(SMOLLM2_135M, args.dtype)
     rng = np.random.default_rng(0)
     rows = []
-    for prefix, tail, output in ((80, 40, 20), (341, 40, 20)):
+    tail, output = 40, 20
+    for prefix in args.prefix:
         head = rng.integers(3, 49152, prefix)
         prompts = [np.concatenate([head, rng.integers(3, 49152, tail)]) for _ in range(args.prompts)]
         engines = {on: make_engine(loaded, enable_prefix_caching=on) for on in (True, False)}
@@ -99,7 +101,7 @@ def measure_prefix(args: argparse.Namespace) -> tuple[list[str], list[list]]:
                 if turn:
                     times[on].append(seconds)
         rates = {on: len(prompts) * output / statistics.median(each) for on, each in times.items()}
-        paper = {80: 1.67, 341: 3.58}[prefix]
+        paper = {80: 1.67, 341: 3.58}.get(prefix, "-")
         rows.append([prefix, tail, output, rates[False], rates[True], rates[True] / rates[False], paper])
     return ["prefix", "own prompt", "output", "tokens/s, off", "tokens/s, on", "ratio", "paper's ratio"], rows
 
