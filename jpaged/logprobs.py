@@ -52,7 +52,10 @@ def record_tokens(records: jax.Array, step: jax.Array, wanted: jax.Array, logits
         packed = pack_records(own, tokens.at[rows].get(mode="fill", fill_value=0), records.shape[2])
         return records.at[step, rows].set(packed, mode="drop")
 
-    return over_tiles(wanted, TILE, fill, records)
+    # At a branch, for the layout of the logits: a loop wants them by rows, and XLA:CPU's product gives them by columns.
+    return lax.cond(
+        jnp.any(wanted), lambda records: over_tiles(wanted, TILE, fill, records), lambda records: records, records
+    )
 
 
 def record_prompt(
