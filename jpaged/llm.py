@@ -167,7 +167,8 @@ class LLM:
         """Continue every prompt; outputs in the order of the prompts.
 
         sampling_params: one for all, one each, or None for the checkpoint's own defaults.
-        priority: one for each prompt, lower ones go first, under a scheduling policy that looks at it.
+        priority: one for each prompt, lower ones go first, under a scheduling policy that looks at it; by default those
+        of the sampling parameters.
         on_error: "raise" checks all prompts before anything runs and raises ValueError for the first bad one;
         "return" runs the good ones and returns the bad with finish_reason "error" and the reason in `.error`.
         """
@@ -337,7 +338,7 @@ class LLM:
         order = [str(next(self._ids)) for _ in items]
         with self._aborting(order):
             for index, (request_id, (item, text), each) in enumerate(zip(order, items, params, strict=True)):
-                salt, rank = _salt_of(item), 0 if priority is None else int(priority[index])
+                salt, rank = _salt_of(item), None if priority is None else int(priority[index])
                 try:
                     ids, text = self._tokenize(item, text, each)
                     self.engine.add_request(request_id, ids, each, prompt=text, cache_salt=salt, priority=rank)
