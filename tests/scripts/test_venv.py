@@ -18,7 +18,9 @@ case "$*" in *"pip install"*) echo "what pip says"; test ! -e broken ;; esac
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    for name in ("pyproject.toml", "setup.py", "pallas_kernels/cpu/src/one.cc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("[project]\n")
     executable(tmp_path / "env" / "bin" / "python", FAKE_PYTHON)
     return tmp_path
 
@@ -40,15 +42,16 @@ def installs(project: Path) -> int:
     return (project / "calls").read_text().count("pip install")
 
 
-def test_installs_once_until_pyproject_changes(root: Path, project: Path) -> None:
+def test_installs_once_until_what_it_is_made_from_changes(root: Path, project: Path) -> None:
     for _ in range(2):
         assert bash(root, project, "make_env env . none").returncode == 0
     assert installs(project) == 1
     assert bash(root, project, "make_env env '.[test]' none; make_env env . none").returncode == 0
     assert installs(project) == 2, "an extra includes the plain package"
-    (project / "pyproject.toml").write_text("[project]\nname = 'other'\n")
-    assert bash(root, project, "make_env env . none; make_env env . none").returncode == 0
-    assert installs(project) == 3
+    for times, name in enumerate(("pyproject.toml", "setup.py", "pallas_kernels/cpu/src/one.cc"), start=3):
+        (project / name).write_text("another\n")
+        assert bash(root, project, "make_env env . none; make_env env . none").returncode == 0
+        assert installs(project) == times
 
 
 def test_failed_installation_is_told_and_tried_again(root: Path, project: Path) -> None:
