@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Marked 'smoke' as a whole: the core of each package. scripts/test.sh runs these on the newest JAX too.
 SMOKE_FILES = {
-    "test_packaging.py",
     "jpaged/test_allocator.py",
     "jpaged/test_engine.py",
     "jpaged/test_scheduler.py",
