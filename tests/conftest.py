@@ -31,9 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Programs that an `LLM` compiles are kept for this run, not in the user's cache folder."""
+def no_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs are not kept, least of all in the user's cache folder: nothing here would read them again."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 @pytest.fixture(scope="session")
