@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Marked 'smoke' as a whole: the core of each package. scripts/test.sh runs these on the newest JAX too.
 SMOKE_FILES = {
     "jpaged/test_allocator.py",
-    "jpaged/test_engine.py",
+    "jpaged/test_backends.py",
     "jpaged/test_scheduler.py",
     "models/test_decoder.py",
     "models/test_logits.py",
