@@ -1,7 +1,9 @@
-"""What all tests share: the smoke mark, a compilation cache of their own, and where the assets are."""
+"""What all tests share: the smoke mark, programs that are not kept, and where the assets are."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -35,6 +37,15 @@ def no_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Programs are not kept, least of all in the user's cache folder: nothing here would read them again."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Programs of a file of tests are dropped after it: each takes memory maps, of which a process has 65,530, and a
+    compiler that gets no more of them crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
