@@ -6,9 +6,8 @@ operations elsewhere. A backend that was asked for by name and cannot serve rais
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 from jax import lax
@@ -23,15 +22,25 @@ from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import attention as xla_attention
 
-# q [T, Hq, D], pages, batch, spec, sinks f32[Hq] or None -> (out [T, Hq, D] in q's dtype,
-# lse f32[T, Hq], or None unless spec.return_lse). Called with checked arguments, traced or not. A backend that
-# lacks something raises a ValueError that says what.
-Backend = Callable[..., tuple[jax.Array, jax.Array | None]]
+
+class Backend(NamedTuple):
+    """What a backend does. Called with checked arguments, traced or not; what it lacks it refuses with a ValueError.
+
+    Attributes:
+        attention: (q [T, Hq, D], pages, batch, spec, sinks f32[Hq] or None) -> (out [T, Hq, D] in q's dtype,
+            lse f32[T, Hq], or None unless spec.return_lse).
+        write_kv, rotate_and_write: as the public functions, without `backend`.
+    """
+
+    attention: Callable[..., tuple[jax.Array, jax.Array | None]]
+    write_kv: Callable[..., KVPages] = xla_pages.write_kv
+    rotate_and_write: Callable[..., tuple[KVPages, jax.Array]] = xla_pages.rotate_and_write
+
 
 BACKENDS: dict[str, Backend] = {
-    "cpu": cpu_attention.attention,
-    "xla": xla_attention.attention,
-    "oracle": oracle.attention,
+    "cpu": Backend(cpu_attention.attention, cpu_attention.write_kv, cpu_attention.rotate_and_write),
+    "xla": Backend(xla_attention.attention),
+    "oracle": Backend(oracle.attention),
 }
 
 
@@ -112,8 +121,11 @@ def paged_attention(
     check_backend(backend)
     spec = AttentionSpec(scale, window, soft_cap, return_lse)
     check_attention(q, pages, batch, sinks)
-    call = _pick(backend, {name: partial(function, spec=spec) for name, function in BACKENDS.items()})
-    out, lse = call(q, pages, batch, sinks=sinks)
+
+    def attend(b: Backend, q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.Array | None) -> Any:
+        return b.attention(q, pages, batch, spec, sinks)
+
+    out, lse = _call(backend, attend, q, pages, batch, sinks)
     if lse is None:
         return out
     return out, lse
@@ -134,7 +146,7 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array,
     """
     check_backend(backend)
     check_write(pages, k, v, write_slots)
-    return _pick(backend, _WRITERS)(pages, k, v, write_slots)
+    return _call(backend, lambda b, *arrays: b.write_kv(*arrays), pages, k, v, write_slots)
 
 
 def rotate_and_write(
@@ -160,15 +172,7 @@ def rotate_and_write(
     check_backend(backend)
     check_write(pages, k, v, write_slots)
     check_rotary(q, k, rotary)
-    return _pick(backend, _ROTATORS)(pages, q, k, v, write_slots, rotary)
-
-
-_WRITERS = {"cpu": cpu_attention.write_kv, "xla": xla_pages.write_kv, "oracle": xla_pages.write_kv}
-_ROTATORS = {
-    "cpu": cpu_attention.rotate_and_write,
-    "xla": xla_pages.rotate_and_write,
-    "oracle": xla_pages.rotate_and_write,
-}
+    return _call(backend, lambda b, *arrays: b.rotate_and_write(*arrays), pages, q, k, v, write_slots, rotary)
 
 
 def check_backend(backend: str) -> None:
@@ -177,19 +181,17 @@ def check_backend(backend: str) -> None:
         fail("backend", repr(backend), "one of " + ", ".join(map(repr, ("auto", *BACKENDS))))
 
 
-def _pick(backend: str, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The backend's function; for "auto" one that becomes the platform's best when it is lowered."""
-    if backend != "auto":
-        return functions[backend]
+def _call(name: str, run: Callable[..., Any], *arrays: Any) -> Any:
+    """`run(backend, *arrays)` by the backend of that name; for "auto" by the best of the platform it is lowered for."""
+    if name != "auto":
+        return run(BACKENDS[name], *arrays)
     if not instruction_sets():
-        return functions["xla"]
-
-    def by_platform(*args: Any, **kwargs: Any) -> Any:
-        return lax.platform_dependent(
-            args, kwargs, cpu=lambda a, k: functions["cpu"](*a, **k), default=lambda a, k: functions["xla"](*a, **k)
-        )
-
-    return by_platform
+        return run(BACKENDS["xla"], *arrays)
+    return lax.platform_dependent(
+        *arrays,
+        cpu=lambda *arrays: run(BACKENDS["cpu"], *arrays),
+        default=lambda *arrays: run(BACKENDS["xla"], *arrays),
+    )
 
 
 def describe_backend() -> str:

@@ -50,7 +50,8 @@ def write_kv(
     pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array, *, instruction_set: str = ""
 ) -> KVPages:
     """See `pallas_kernels.write_kv`. Padding rows, those that go to block 0, are not stored."""
-    return _write(pages, jnp.zeros(0, k.dtype), k, v, write_slots, None, instruction_set)[0]
+    nothing = jnp.zeros(0, k.dtype)
+    return rotate_and_write(pages, nothing, k, v, write_slots, None, instruction_set=instruction_set)[0]
 
 
 def rotate_and_write(
@@ -59,23 +60,11 @@ def rotate_and_write(
     k: jax.Array,
     v: jax.Array,
     write_slots: jax.Array,
-    rotary: tuple[jax.Array, jax.Array],
+    rotary: tuple[jax.Array, jax.Array] | None,
     *,
     instruction_set: str = "",
 ) -> tuple[KVPages, jax.Array]:
-    """See `pallas_kernels.rotate_and_write`. Padding rows of q become zeros."""
-    return _write(pages, q, k, v, write_slots, rotary, instruction_set)
-
-
-def _write(
-    pages: KVPages,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    write_slots: jax.Array,
-    rotary: tuple[jax.Array, jax.Array] | None,
-    instruction_set: str,
-) -> tuple[KVPages, jax.Array]:
+    """See `pallas_kernels.rotate_and_write`. Padding rows of q become zeros; without `rotary` q has no elements."""
     require_library()
     operands = _operands(pages)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, q)]
