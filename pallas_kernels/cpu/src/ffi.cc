@@ -2,7 +2,7 @@
 // set of this processor run on XLA's own threads.
 
 #include <algorithm>
-#include <string>
+#include <string_view>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -24,30 +24,43 @@ JPAGED_SETS(JPAGED_DECLARE)
 
 namespace {
 
-#if defined(__x86_64__) && defined(JPAGED_HAVE_X86_SETS)
-bool supports_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool supports_avx512() {
-  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+// An instruction set that was compiled for, and whether this processor has it.
+struct Set {
+  const Kernels& kernels;
+  bool (*runs_here)();
+};
+
+#if defined(JPAGED_HAVE_X86_SETS)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool supports_avx512bf16() { return supports_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-// The kernels named, or nullptr if they are unknown or this processor cannot run them. "": the best there are.
-const Kernels* find_kernels(const std::string& name) {
-#if defined(__x86_64__) && defined(JPAGED_HAVE_X86_SETS)
-  if ((name.empty() || name == "avx512bf16") && supports_avx512bf16()) return &avx512bf16::kernels;
-  if ((name.empty() || name == "avx512") && supports_avx512()) return &avx512::kernels;
-  if ((name.empty() || name == "avx2") && supports_avx2()) return &avx2::kernels;
+// The best first.
+const Set kSets[] = {
+#if defined(JPAGED_HAVE_X86_SETS)
+    {avx512bf16::kernels, has_avx512bf16},
+    {avx512::kernels, has_avx512},
+    {avx2::kernels, has_avx2},
 #endif
-  if (name.empty() || name == "plain") return &plain::kernels;
+    {plain::kernels, [] { return true; }},
+};
+
+// The kernels named, or nullptr if they are unknown or this processor cannot run them. "": the best there are.
+const Kernels* find_kernels(std::string_view name) {
+  for (const Set& set : kSets) {
+    if ((name.empty() || name == set.kernels.name) && set.runs_here()) return &set.kernels;
+  }
   return nullptr;
 }
 
 // The set a call asks for: "" in service, a name in tests.
 ffi::ErrorOr<const Kernels*> kernels_for(std::string_view name) {
   static const Kernels* const best = find_kernels("");
-  const Kernels* found = name.empty() ? best : find_kernels(std::string(name));
+  const Kernels* found = name.empty() ? best : find_kernels(name);
   if (!found) return ffi::Unexpected(ffi::Error::InvalidArgument("no such instruction set on this processor"));
   return found;
 }
@@ -192,13 +205,21 @@ ffi::Error write_kv(ffi::ThreadPool threads, ffi::AnyBuffer k_pages, ffi::AnyBuf
 
 // ---------------------------------------------------------------- products
 
+// Whether a weight has the shape of `parts` packed ones of [n, k] (see kernels.h).
+bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t parts) {
+  const int64_t per_step = type == Type::f32 ? 1 : 2;
+  const int64_t wanted[] = {(n + kPanel - 1) / kPanel * parts, (k + per_step - 1) / per_step, kPanel, per_step};
+  auto shape = weight.dimensions();
+  return std::equal(shape.begin(), shape.end(), std::begin(wanted), std::end(wanted));
+}
+
 ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm,
                     ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> live,
                     ffi::Result<ffi::AnyBuffer> y, float eps, bool gated, std::string_view set) {
   auto kernels = kernels_for(set);
   if (!kernels) return kernels.error();
   Linear a{};
-  JPAGED_CHECK(x.dimensions().size() == 2 && y->dimensions().size() == 2 && weight.dimensions().size() == 4);
+  JPAGED_CHECK(x.dimensions().size() == 2 && y->dimensions().size() == 2);
   a.rows = x.dimensions()[0];
   a.k = x.dimensions()[1];
   a.n = y->dimensions()[1];
@@ -206,11 +227,7 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   JPAGED_CHECK(read_type(x.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
   JPAGED_CHECK(read_type(y->element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
   JPAGED_CHECK(weight.element_type() == x.element_type());
-  auto packed = weight.dimensions();
-  const int64_t per_step = a.type == Type::f32 ? 1 : 2;
-  const int64_t panels = (a.n + kPanel - 1) / kPanel * (gated ? 2 : 1);
-  JPAGED_CHECK(packed[0] == panels && packed[1] == (a.k + per_step - 1) / per_step);
-  JPAGED_CHECK(packed[2] == kPanel && packed[3] == per_step);
+  JPAGED_CHECK(is_packed(weight, a.type, a.n, a.k, gated ? 2 : 1));
   for (const ffi::AnyBuffer* each : {&norm, &bias}) JPAGED_CHECK(each->element_type() == x.element_type());
   JPAGED_CHECK(residual.element_type() == y->element_type());
   JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == a.k);
@@ -236,15 +253,12 @@ ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi:
   auto kernels = kernels_for(set);
   if (!kernels) return kernels.error();
   TakeRows a{};
-  auto packed = weight.dimensions();
-  JPAGED_CHECK(packed.size() == 4 && out->dimensions().size() == 2 && out->element_type() == weight.element_type());
+  JPAGED_CHECK(out->dimensions().size() == 2 && out->element_type() == weight.element_type());
   JPAGED_CHECK(read_type(weight.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
-  const int64_t per_step = a.type == Type::f32 ? 1 : 2;
   a.rows = out->dimensions()[0];
   a.k = out->dimensions()[1];
   a.n = rows;
-  JPAGED_CHECK(packed[0] == (a.n + kPanel - 1) / kPanel && packed[1] == (a.k + per_step - 1) / per_step && a.n > 0);
-  JPAGED_CHECK(packed[2] == kPanel && packed[3] == per_step && int64_t(ids.element_count()) == a.rows);
+  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.type, a.n, a.k, 1) && int64_t(ids.element_count()) == a.rows);
   a.weight = weight.untyped_data();
   a.ids = ids.typed_data();
   a.out = out->untyped_data();
@@ -345,8 +359,8 @@ extern "C" void jpaged_cpu_prefer_huge_pages(void* data, size_t bytes) {
 
 // The name of an instruction set: the i-th that this processor has, best first; nullptr past the last.
 extern "C" const char* jpaged_cpu_set(int i) {
-  for (const char* name : {"avx512bf16", "avx512", "avx2", "plain"}) {
-    if (jpaged::find_kernels(name) && i-- == 0) return name;
+  for (const jpaged::Set& set : jpaged::kSets) {
+    if (set.runs_here() && i-- == 0) return set.kernels.name;
   }
   return nullptr;
 }
