@@ -195,7 +195,7 @@ def _call(name: str, run: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def describe_backend() -> str:
-    """The backend that "auto" is here, and the platform, for people to read: "cpu, avx512bf16" or "xla (gpu)"."""
+    """The backend that "auto" is here, and the platform, for people to read."""
     best = available_backends()[0]
     if best == "cpu":
         return f"cpu (native kernels, {instruction_sets()[0]})"

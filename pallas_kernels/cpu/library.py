@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
-log = logging.getLogger(__name__)
 TARGETS = ("jpaged_cpu_attention", "jpaged_cpu_write_kv", "jpaged_cpu_linear", "jpaged_cpu_take_rows")
 PATTERN = "_native_*.so"  # named after the version of XLA's interface it was built for
 
 
+def find_library(folder: Path, interface: tuple[int, int]) -> Path | None:
+    """The library in `folder` to load where XLA's interface has this version, or None if none fits.
+
+    Several may have been built, by environments that share the folder. XLA takes those for its own interface and for
+    older ones, and refuses newer ones: when they are registered, or, if that comes first, when it starts.
+    """
+    built = {tuple(map(int, file.stem.split("_")[-2:])): file for file in folder.glob(PATTERN)}
+    return built.get(max((version for version in built if version <= interface), default=()))
+
+
+def xla_interface() -> tuple[int, int]:
+    """Version of the interface that the installed jaxlib offers, as its headers say."""
+    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    major, minor = (int(*re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)) for part in ("MAJOR", "MINOR"))
+    return major, minor
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library with its targets registered, or None if none fits (no C++ compiler at installation).
-
-    Several may have been built, by environments that share this folder. XLA takes those for its own interface and for
-    older ones, and refuses newer ones.
-    """
-    refused = []
-    for file in sorted(Path(__file__).parent.glob(PATTERN), reverse=True):
-        library = ctypes.CDLL(str(file))
-        library.jpaged_cpu_set.restype = ctypes.c_char_p
-        try:
-            for name in TARGETS:
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-        except jax.errors.JaxRuntimeError as error:
-            refused.append(f"{file.name}: {error}")
-            continue
-        return library
-    if refused:
-        log.warning("no native CPU kernels for this jaxlib, install jpaged again to build them: %s", "; ".join(refused))
-    return None
+    """The library with its targets registered, or None if none fits (no C++ compiler at installation)."""
+    file = find_library(Path(__file__).parent, xla_interface())
+    if file is None:
+        return None
+    library = ctypes.CDLL(str(file))
+    library.jpaged_cpu_set.restype = ctypes.c_char_p
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return library
 
 
 def require_library() -> ctypes.CDLL:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import pytest
 from paged_cases import fresh_rng, make_case, relative_error
 
 from pallas_kernels.cpu.attention import attention
-from pallas_kernels.cpu.library import instruction_sets
+from pallas_kernels.cpu.library import find_library, instruction_sets, xla_interface
 from pallas_kernels.cpu.linear import linear, pack_weight, take_rows
 from pallas_kernels.oracle import reference_attention
 
@@ -153,3 +156,25 @@ def test_what_products_refuse() -> None:
         linear(x, w, 40, dtype="bfloat16")
     with pytest.raises(Exception, match="no such instruction set"):
         linear(x, w, 40, instruction_set="mmx").block_until_ready()
+
+
+def test_the_library_for_the_newest_interface_that_xla_takes(tmp_path: Path) -> None:
+    assert find_library(tmp_path, (0, 3)) is None
+    for name in ("_native_0_002.so", "_native_0_010.so", "_native_0_003.so", "_native_1_000.so", "other.so"):
+        (tmp_path / name).touch()
+    for interface, name in (
+        ((0, 3), "_native_0_003.so"),
+        ((0, 9), "_native_0_003.so"),
+        ((0, 10), "_native_0_010.so"),
+        ((1, 2), "_native_1_000.so"),
+    ):
+        assert find_library(tmp_path, interface) == tmp_path / name
+    assert find_library(tmp_path, (0, 1)) is None
+    assert xla_interface() >= (0, 3)
+
+
+def test_loading_comes_before_or_after_the_start_of_xla() -> None:
+    """The first thing a process does with JAX may be to ask for the kernels."""
+    code = "from pallas_kernels.cpu import library; library.load_library(); import jax; print(jax.default_backend())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "cpu\n", done.stderr
