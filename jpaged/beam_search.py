@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jpaged.sampling_params import SamplingParams
+from jpaged.validation import as_number
 
 MAX_BEAM_WIDTH = 16
 
@@ -42,9 +43,7 @@ class BeamSearchParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
                 raise ValueError(f"{name} must be an integer of {least} to {most}, got {value!r}")
-        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, (int, float, np.floating)):
-            raise ValueError(f"length_penalty must be a number, got {self.length_penalty!r}")
-        if not math.isfinite(self.length_penalty):
+        if not math.isfinite(as_number("length_penalty", self.length_penalty)):
             raise ValueError(f"length_penalty must be finite, got {self.length_penalty!r}")
         if self.early_stopping not in (False, True, "never"):
             raise ValueError(f'early_stopping must be False, True or "never", got {self.early_stopping!r}')
