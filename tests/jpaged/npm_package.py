@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
+import subprocess
 import tarfile
-import urllib.error
-import urllib.request
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,24 @@ import pytest
 from jpaged.compilation_cache import default_cache_dir
 
 VERSION = "3.7.2"
-REGISTRY = "https://registry.npmjs.org"
 
 
 def fetch_file(package: str, name: str) -> str:
     """The text of file `name` in version VERSION of an npm package "@scope/package"."""
-    short = package.rpartition("/")[2]
-    archive = default_cache_dir().parent / "tests" / f"{short}-{VERSION}.tgz"
+    folder = default_cache_dir().parent / "tests"
+    archive = folder / f"{package.removeprefix('@').replace('/', '-')}-{VERSION}.tgz"
     if not archive.exists():
-        try:
-            with urllib.request.urlopen(f"{REGISTRY}/{package}/-/{short}-{VERSION}.tgz", timeout=60) as response:
-                content = response.read()
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            pytest.skip(f"needs {package} from {REGISTRY}: {error}")
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        part = archive.with_suffix(".part")
-        part.write_bytes(content)
-        part.replace(archive)
+        npm = shutil.which("npm")
+        if npm is None:
+            pytest.skip(f"needs {package}, and there is no npm to fetch it")
+        folder.mkdir(parents=True, exist_ok=True)
+        # Into a folder of its own first: a download that breaks off leaves nothing under the archive's name.
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            command = [npm, "pack", "--silent", f"{package}@{VERSION}", "--pack-destination", fresh]
+            done = subprocess.run(command, cwd=fresh, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"needs {package}, which npm could not fetch: {done.stderr.strip()}")
+            (Path(fresh) / archive.name).replace(archive)
     return extract_file(archive, name)
 
 
