@@ -193,7 +193,8 @@ def test_large_scores_do_not_overflow(backend: str) -> None:
         assert np.isfinite(got).all() and np.isfinite(lse).all()
         want, want_lse = reference_attention(*case.args)
         assert relative_error(got, want) < 1e-3
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+        # A score near 0 is a sum of terms in the thousands, which leave it their rounding: 2 ** -23 of 8,192.
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-3)
 
 
 @each_backend
