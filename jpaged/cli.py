@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jpaged_models import describe_backend
+from jpaged_models import QUANTIZATIONS, describe_backend
 
 from jpaged.config import KV_CACHE_DTYPES
 from jpaged.llm import LLM
@@ -41,6 +41,7 @@ SAMPLING = (
 ENGINE = (
     "tokenizer",
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -121,6 +122,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--tokenizer", metavar="MODEL", help="another folder, hub id or .gguf file for the tokenizer")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the weights (default: auto, as stored)")
+    add("--quantization", choices=[name for name in QUANTIZATIONS if name], help="round the weights to fewer bits")
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output (default: the model's limit)")
     add("--max-num-seqs", type=int, metavar="N", help="prompts that run at once (default: 32 on CPU, else 256)")
     add(

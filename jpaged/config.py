@@ -27,6 +27,8 @@ class EngineConfig:
     async_scheduling        plan a step while the previous one runs
     attention_backend       what reads and writes the pages: "auto" or a name of pallas_kernels' backends
     linear_backend          products: "cpu" (packed weights, the native kernels), "xla" or "auto"
+    free_padding            rows that are padding cost nothing (packed weights, see models/packing.py): fewer sizes are
+                            compiled, and no step is cut down to fill one
     kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
     enable_prefix_caching   keep the full blocks of what was computed for later prompts that begin alike
     max_stop_ids            stop ids of a request that the device looks at; the host looks at the rest
@@ -50,6 +52,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    free_padding: bool = False
     kv_cache_dtype: str = "auto"
     max_stop_ids: int = 8
     max_logprobs: int = 20
@@ -121,12 +124,18 @@ class EngineConfig:
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Row counts that a decode program is compiled for."""
-        return grow_by_doubling(DECODE_ROWS_MIN, self.max_num_seqs)
+        return grow_sizes(DECODE_ROWS_MIN, self.max_num_seqs, self.bucket_growth)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """Token counts that a mixed (prefill and decode) program is compiled for."""
-        return grow_by_doubling(min(TOKEN_BUCKET_MIN, self.max_num_batched_tokens), self.max_num_batched_tokens)
+        first = min(TOKEN_BUCKET_MIN, self.max_num_batched_tokens)
+        return grow_sizes(first, self.max_num_batched_tokens, self.bucket_growth)
+
+    @property
+    def bucket_growth(self) -> int:
+        """How many times the one before a bucket is."""
+        return 4 if self.free_padding else 2
 
 
 def check_kv_cache_dtype(name: str) -> None:
@@ -135,14 +144,14 @@ def check_kv_cache_dtype(name: str) -> None:
         raise ValueError(f"kv_cache_dtype must be one of {', '.join(map(repr, KV_CACHE_DTYPES))}, got {name!r}")
 
 
-def grow_by_doubling(first: int, last: int) -> tuple[int, ...]:
-    """first, 2*first, ... up to `last` rounded up to a multiple of DECODE_ROWS_MIN."""
+def grow_sizes(first: int, last: int, growth: int) -> tuple[int, ...]:
+    """first, growth*first, ... up to `last` rounded up to a multiple of DECODE_ROWS_MIN."""
     last = -(-last // DECODE_ROWS_MIN) * DECODE_ROWS_MIN
     sizes = []
     size = max(first, DECODE_ROWS_MIN)
     while size < last:
         sizes.append(size)
-        size *= 2
+        size *= growth
     return (*sizes, last)
 
 

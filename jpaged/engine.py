@@ -60,7 +60,7 @@ class Engine:
         self.model = loaded.config
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
-        self.model_key = root_key(loaded.config, config.kv_cache_dtype)
+        self.model_key = root_key(loaded.config, config.kv_cache_dtype, loaded.quantization)
         self.scheduler = Scheduler(config, make_policy(scheduling_policy), eviction_policy)
         self.runner = Runner(loaded, config)
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-from jpaged_models import LoadedModel, Tokenizer, load_model, pack_model, pick_linear_backend
+from jpaged_models import (
+    LoadedModel,
+    Tokenizer,
+    check_quantization,
+    load_model,
+    pack_model,
+    pick_linear_backend,
+)
 from tqdm import tqdm
 
 from jpaged.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -44,6 +50,7 @@ class LLM:
     tokenizer               another folder, hub id or Tokenizer; by default the model's own
     dtype                   "auto" (as stored), "float32" or "bfloat16": of weights and activations
                             (a LoadedModel has both already: another tokenizer or dtype is refused)
+    quantization            None, or "int8": weights of 8 bits (products by the native CPU kernels only)
     max_model_len           longest prompt + output; by default the model's limit, or what the KV pool holds
     max_num_seqs            sequences that run at once (default 32 on CPU, 256 elsewhere)
     max_num_batched_tokens  most tokens in one step (default 512 on CPU, 2048 elsewhere)
@@ -78,6 +85,7 @@ class LLM:
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -107,6 +115,8 @@ class LLM:
     ) -> None:
         if isinstance(model, LoadedModel):
             _check_loaded(model, dtype, tokenizer)
+        linear = pick_linear_backend(linear_backend)
+        check_quantization(quantization, linear)
         enable_compilation_cache(compilation_cache_dir)
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, tokenizer)
         self.tokenizer = self.loaded.tokenizer
@@ -142,12 +152,14 @@ class LLM:
             max_bad_word_tokens=max_bad_word_tokens,
             logits_processor=logits_processor,
             processor_args=processor_args or {},
+            free_padding=linear == "cpu",
             kv_cache_dtype=kv_cache_dtype,
         )
         self.loaded = self.loaded.with_max_length(max_model_len)
-        if pick_linear_backend(linear_backend) == "cpu":
+        if linear == "cpu":
             # What was loaded here is nobody else's: it need not stay in memory twice.
-            self.loaded = pack_model(self.loaded, consume=not isinstance(model, LoadedModel))
+            mine = not isinstance(model, LoadedModel)
+            self.loaded = pack_model(self.loaded, quantization=quantization, consume=mine)
         self.engine = Engine(
             self.loaded, self.config, seed=seed, scheduling_policy=scheduling_policy, eviction_policy=eviction_policy
         )
@@ -433,13 +445,9 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     return len(prompts) > 0 and all(isinstance(token, int) or hasattr(token, "__index__") for token in prompts)
 
 
-def _dtype_of(loaded: LoadedModel) -> jnp.dtype:
-    return jnp.dtype(next(iter(loaded.params.values())).dtype)
-
-
 def _check_loaded(loaded: LoadedModel, dtype: str, tokenizer: str | Path | Tokenizer | None) -> None:
     """Refuse options that are for loading: a LoadedModel has been loaded, and they would change nothing."""
-    has = _dtype_of(loaded).name
+    has = loaded.dtype.name
     if dtype not in ("auto", has):
         raise ValueError(
             f'dtype {dtype!r} was given with a LoadedModel of {has}; allowed: "auto" or {has!r}, or load it again '

@@ -16,7 +16,7 @@ CPU_KV_BYTES = 4 << 30  # unless asked for more: a laptop has other things to do
 def pick_kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> str:
     """What keys and values are stored in; "auto" is the model's dtype. Raises ValueError for an unknown name."""
     check_kv_cache_dtype(kv_cache_dtype)
-    return next(iter(loaded.params.values())).dtype.name if kv_cache_dtype == "auto" else kv_cache_dtype
+    return loaded.dtype.name if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def block_bytes(model: ModelConfig, block_size: int, kv_dtype: str) -> int:

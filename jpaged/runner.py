@@ -101,7 +101,8 @@ class Runner:
         self.vocab_size = loaded.config.vocab_size
         linear = pick_linear_backend(config.linear_backend)
         attention = config.attention_backend
-        self.backends = (describe_backend() if attention == "auto" else attention, linear)
+        products = linear if loaded.quantization is None else f"{linear}, {loaded.quantization}"
+        self.backends = (describe_backend() if attention == "auto" else attention, products)
         log.info("attention by %s, products by %s", *self.backends)
         if linear == "cpu":
             loaded = pack_model(loaded)

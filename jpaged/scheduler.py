@@ -413,6 +413,8 @@ class Scheduler:
     def _prefill_budget(self, decode_rows: int) -> int:
         """Tokens this step may prefill: up to the limit, cut to a bucket that is not mostly padding."""
         limit = self.config.max_num_batched_tokens - decode_rows
+        if self.config.free_padding:
+            return limit
         wanted = sum(request.prefill_target - request.prefilled for request in self.prefilling)
         for request in islice(self.waiting, max(self.open_slots, 0)):
             if wanted >= limit:

@@ -71,7 +71,7 @@ class EngineStats:
     """
 
     attention_backend: str  # what reads the pages, as `jpaged version` says it
-    linear_backend: str  # what multiplies: "cpu" (packed weights, native kernels) or "xla"
+    linear_backend: str  # what multiplies: "cpu" (packed weights, native kernels), "cpu, int8" or "xla"
     blocks: BlockStats
     block_size: int
     kv_tokens: int

@@ -9,13 +9,14 @@ from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
-from .packing import LINEAR_BACKENDS, pack_model, pick_linear_backend
+from .packing import LINEAR_BACKENDS, QUANTIZATIONS, check_quantization, pack_model, pick_linear_backend
 from .paged import KVPages, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
 __all__ = [
     "LINEAR_BACKENDS",
+    "QUANTIZATIONS",
     "Attend",
     "CheckpointError",
     "ConfigError",
@@ -25,6 +26,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",
+    "check_quantization",
     "copy_cache_blocks",
     "describe_backend",
     "flatten_params",

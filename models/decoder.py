@@ -101,9 +101,10 @@ class Decoder(nnx.Module):
         Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped. ``live`` i32[]: rows
         from there on are padding, whose results are unspecified; packed weights make their products free.
         """
-        x = take_rows(self.embedding[...], tokens, self.config.vocab_size, self.config.hidden_size)  # [T, H]
+        c, dtype = self.config, self.norm.weight[...].dtype  # of activations; a packed embedding may be int8
+        x = take_rows(self.embedding[...], tokens, c.vocab_size, c.hidden_size, dtype)  # [T, H]
         # The barrier: or XLA computes sines and cosines again in every layer that uses them.
-        rotary = lax.optimization_barrier(rotary_table(self.config.rope, self.config.head_dim, positions))
+        rotary = lax.optimization_barrier(rotary_table(c.rope, c.head_dim, positions))
         updated = []
         for block, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = block(x, rotary, layer_cache, attend, live)

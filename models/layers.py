@@ -11,7 +11,7 @@ FEW_ROWS = 64  # up to here, on CPU, the weights go on the left of a product
 
 
 def is_packed(weight: jax.Array) -> bool:
-    """Whether a weight is in the layout of the native CPU kernels; else it is [out, in]."""
+    """Whether a weight is in the layout of the native CPU kernels, in its own dtype or int8; else it is [out, in]."""
     return weight.ndim == 4
 
 
@@ -52,15 +52,15 @@ def multiply_head(hidden: jax.Array, weight: jax.Array, vocab: int, live: jax.Ar
     return matmul(hidden, weight)
 
 
-def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int) -> jax.Array:
-    """table[ids], [T, H] from [V, H] or packed; ids i32[T] outside [0, V) are clipped.
+def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int, dtype: jnp.dtype) -> jax.Array:
+    """table[ids], `dtype` [T, H] from [V, H] or packed; ids i32[T] outside [0, V) are clipped.
 
     bfloat16 rows are gathered as bits: XLA:CPU turns a gather of bfloat16 into one of float32 and converts the whole
     table first, in every step. The barrier ties the table to the ids: or XLA moves the change of type out of a decode
     loop, where it becomes a copy of the table.
     """
     if is_packed(table):
-        return cpu_linear.take_rows(table, ids, vocab, features)
+        return cpu_linear.take_rows(table, ids, vocab, features, dtype)
     if table.dtype != jnp.bfloat16:
         return table.at[ids].get(mode="clip")
     table, ids = lax.optimization_barrier((table, ids))

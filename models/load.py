@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
@@ -34,12 +35,22 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations, and of the weights unless they are quantised."""
+        return self.params["norm.weight"].dtype
+
+    @property
+    def quantization(self) -> str | None:
+        """Of the weights: "int8" (see ``pack_model``) or None."""
+        return "int8" if self.params["embedding"].dtype == jnp.int8 else None
+
     def with_max_length(self, max_model_len: int) -> "LoadedModel":
         """The same parameters in a decoder for sequences of at most this length: some rope scalings depend on it."""
         config = self.config.with_max_length(max_model_len)
         if config == self.config:
             return self
-        graphdef, _ = param_shapes(config, next(iter(self.params.values())).dtype)
+        graphdef, _ = param_shapes(config, self.dtype)
         return dataclasses.replace(self, config=config, graphdef=graphdef)
 
 

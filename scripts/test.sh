@@ -27,6 +27,9 @@ source scripts/venv.sh
 heading() { printf '\n== %s\n' "$*"; }
 describe() { "$1" -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")'; }
 
+# A file of tests stays in one process: its tests share what they compile. Each process may take 3 GB.
+workers=(-n auto --maxprocesses 4 --dist loadfile)
+
 python=$(need_python)
 make_env .venv '.[test]' "$python"
 
@@ -38,7 +41,7 @@ bash scripts/check_types.sh .venv/bin/python
 
 if $fast; then
     heading "smoke tests: $(describe .venv/bin/python)"
-    exec .venv/bin/python -m pytest -m smoke ${arguments[@]+"${arguments[@]}"}
+    exec .venv/bin/python -m pytest "${workers[@]}" -m smoke ${arguments[@]+"${arguments[@]}"}
 fi
 
 # The newer environment goes first, so that the last line printed is the summary of the whole suite.
@@ -49,11 +52,11 @@ if ((${#arguments[@]} == 0)); then
         ~/.pyenv/versions/3.1[2-9].*/bin/python); then
         make_env .venv-new '.[test]' "$newer"
         heading "smoke tests on the newest JAX: $(describe .venv-new/bin/python)"
-        .venv-new/bin/python -m pytest -m smoke
+        .venv-new/bin/python -m pytest "${workers[@]}" -m smoke
     else
         heading "smoke tests on the newest JAX: left out, no Python 3.12 or newer was found"
     fi
 fi
 
 heading "tests: $(describe .venv/bin/python)"
-exec .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"}
+exec .venv/bin/python -m pytest "${workers[@]}" ${arguments[@]+"${arguments[@]}"}

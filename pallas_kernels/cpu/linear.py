@@ -3,9 +3,16 @@
 A weight [N, K] is packed as [ceil(N / 32), ceil(K / v), 32, v], where v values fill four bytes (1 float32, 2 bfloat16)
 and zeros fill up rows and columns: each panel of 32 outputs is one stream of memory, read once for all rows of x. A
 gated weight (a gate's N rows, then the N rows it multiplies) has the two panel by panel, a gate and then its factor.
+
+An int8 weight has v = 4. Each 64 inputs (16 steps) are led by a step of 32 int32, -128 times the sum of each row's
+integers in them, and a step of 32 float32 ends the panel, what each row's integers are multiplied with. Rows of x are
+rounded to 8 bits when they are multiplied, each 64 values by the largest of them, and stored with 128 added, since
+processors multiply unsigned with signed bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +22,7 @@ from pallas_kernels.checks import fail
 from pallas_kernels.cpu.library import require_library
 
 PANEL = 32
+GROUP = 16  # steps of an int8 panel
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
@@ -23,14 +31,60 @@ def pack_weight(weight: jax.Array | np.ndarray, *, gated: bool = False) -> np.nd
 
     Raises ValueError for another shape or dtype.
     """
+    weight = _check_weight(weight)
+    return _pack_halves(weight, pack_weight) if gated else _pack_panels(weight)
+
+
+def quantize_weight(weight: jax.Array | np.ndarray, *, gated: bool = False) -> np.ndarray:
+    """The same as int8 [panels, steps with sums and scales, 32, 4], each row in 127 parts of its largest value.
+
+    Raises ValueError as `pack_weight` does.
+    """
+    weight = _check_weight(weight)
+    if gated:
+        return _pack_halves(weight, quantize_weight)
+    wide = weight.astype(np.float32)
+    scales = np.abs(wide).max(axis=1, initial=0) / 127
+    rounded = np.rint(wide / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    panels = _pack_panels(rounded)  # [panels, steps, 32, 4]
+    units = np.zeros(len(panels) * PANEL, np.float32)
+    units[: len(scales)] = scales
+    parts = []
+    for start in range(0, panels.shape[1], GROUP):
+        group = panels[:, start : start + GROUP]
+        parts += [_as_step(-128 * group.sum(axis=(1, 3), dtype=np.int32)), group]
+    return np.concatenate([*parts, _as_step(units.reshape(-1, PANEL))], axis=1)
+
+
+def _as_step(words: np.ndarray) -> np.ndarray:
+    """Four bytes for each row of a panel, [panels, 32], as a step of int8: [panels, 1, 32, 4]."""
+    return np.ascontiguousarray(words).view(np.int8).reshape(-1, 1, PANEL, 4)
+
+
+def count_steps(features_in: int, dtype: jax.typing.DTypeLike) -> int:
+    """Steps of a panel, int8 ones with those that hold no weights."""
+    dtype = jnp.dtype(dtype)
+    steps = -(-features_in * dtype.itemsize // 4)
+    return steps if dtype != jnp.int8 else steps + -(-steps // GROUP) + 1
+
+
+def _check_weight(weight: jax.Array | np.ndarray) -> np.ndarray:
     weight = np.asarray(weight)
     if weight.ndim != 2 or weight.dtype.name not in WEIGHT_DTYPES:
         fail("weight", f"{weight.dtype}{weight.shape}", f"[N, K] of {' or '.join(WEIGHT_DTYPES)}")
-    if gated:
-        if weight.shape[0] % 2:
-            fail("weight", f"{weight.shape[0]} rows", "an even number: gates, then what they multiply")
-        halves = [pack_weight(half) for half in np.split(weight, 2)]
-        return np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
+    return weight
+
+
+def _pack_halves(weight: np.ndarray, pack: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """The two halves of a gated weight, packed, panel by panel."""
+    if weight.shape[0] % 2:
+        fail("weight", f"{weight.shape[0]} rows", "an even number: gates, then what they multiply")
+    halves = [pack(half) for half in np.split(weight, 2)]
+    return np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
+
+
+def _pack_panels(weight: np.ndarray) -> np.ndarray:
+    """[N, K] -> [panels, steps, 32, v]."""
     n, k = weight.shape
     v = 4 // weight.dtype.itemsize
     panels, steps = -(-n // PANEL), -(-k // v)
@@ -61,7 +115,7 @@ def linear(
 
     Args:
         x: [T, K], float32 or bfloat16.
-        weight: packed, of x's dtype.
+        weight: packed, of x's dtype or int8.
         features: N, the outputs.
         norm: [K]; x is scaled to unit root mean square (plus `eps` under the root), times this, rounded to x's dtype.
         bias: [N], or [2 N] if gated, added to the products.
@@ -75,13 +129,15 @@ def linear(
     """
     require_library()
     dtype = jnp.dtype(dtype or x.dtype)
-    v = 4 // x.dtype.itemsize
+    v = 4 // weight.dtype.itemsize
     panels = -(-features // PANEL) * (2 if gated else 1)
     if x.ndim != 2 or x.dtype.name not in WEIGHT_DTYPES:
         fail("x", f"{x.dtype}{x.shape}", f"[T, K] of {' or '.join(WEIGHT_DTYPES)}")
-    packed = (panels, -(-x.shape[1] // v), PANEL, v)
-    if weight.shape != packed or weight.dtype != x.dtype:
-        fail("weight", f"{weight.dtype}{weight.shape}", f"{x.dtype}{packed}, packed for x {x.shape}")
+    if weight.dtype not in (x.dtype, jnp.int8):
+        fail("weight", f"{weight.dtype}{weight.shape}", f"{x.dtype} or int8, packed")
+    packed = (panels, count_steps(x.shape[1], weight.dtype), PANEL, v)
+    if weight.shape != packed:
+        fail("weight", f"{weight.dtype}{weight.shape}", f"{weight.dtype}{packed}, packed for x {x.shape}")
     if dtype not in (x.dtype, jnp.float32):
         fail("dtype", dtype, f"{x.dtype} or float32")
     given = {
@@ -99,8 +155,21 @@ def linear(
     return call(x, weight, *operands, eps=np.float32(eps), gated=gated, set=instruction_set)
 
 
-def take_rows(weight: jax.Array, ids: jax.Array, rows: int, features: int, *, instruction_set: str = "") -> jax.Array:
-    """Rows `ids` i32[T] of a packed weight [rows, features]: [T, features]. Ids outside are clipped."""
+def take_rows(
+    weight: jax.Array,
+    ids: jax.Array,
+    rows: int,
+    features: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    instruction_set: str = "",
+) -> jax.Array:
+    """Rows `ids` i32[T] of a packed weight [rows, features] of `dtype` or int8: `dtype` [T, features].
+
+    Ids outside are clipped.
+    """
     require_library()
-    call = jax.ffi.ffi_call("jpaged_cpu_take_rows", jax.ShapeDtypeStruct((*ids.shape, features), weight.dtype))
+    if weight.dtype not in (dtype, jnp.int8):
+        fail("weight", weight.dtype, f"{jnp.dtype(dtype)} or int8")
+    call = jax.ffi.ffi_call("jpaged_cpu_take_rows", jax.ShapeDtypeStruct((*ids.shape, features), dtype))
     return call(weight, ids, rows=np.int64(rows), set=instruction_set)

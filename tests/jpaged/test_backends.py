@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jpaged_models import LINEAR_BACKENDS, LoadedModel, pack_model
-from tiny import greedy_reference, make_prompts, run_all, tiny_config, tiny_engine, tiny_model
+from jpaged_models import LINEAR_BACKENDS, LoadedModel, merge_params, pack_model
+from tiny import contiguous_attend, greedy_reference, make_prompts, run_all, tiny_config, tiny_engine, tiny_model
 
-from jpaged import LLM, Engine, SamplingParams
+from jpaged import LLM, Engine, EngineConfig, SamplingParams
 from pallas_kernels import available_backends
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -57,6 +57,58 @@ def test_packing_keeps_or_consumes_the_model() -> None:
     first, second = (Engine(model, tiny_config()) for model in (loaded, packed))
     prompts = make_prompts(2, 20)
     assert run_all(first, prompts, GREEDY) == run_all(second, prompts, GREEDY)
+
+
+@native
+def test_int8_weights() -> None:
+    """Close to the model they are made of, and the same tokens in any batch; every matrix is rounded."""
+    loaded = tiny_model()
+    rounded = pack_model(loaded, quantization="int8")
+    assert (loaded.quantization, rounded.quantization, rounded.dtype) == (None, "int8", loaded.dtype)
+    assert all((array.dtype == "int8") == (loaded.params[name].ndim == 2) for name, array in rounded.params.items())
+    tokens = np.arange(3, 60)
+    want, got = (whole_logits(model, tokens) for model in (pack_model(loaded), rounded))
+    assert 1e-4 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.05
+    prompts = make_prompts(5, 30)
+    engine = Engine(rounded, tiny_config())
+    together = run_all(engine, prompts, GREEDY)
+    assert engine.stats().linear_backend == "cpu, int8"
+    assert [run_all(engine, [prompt], GREEDY)[0] for prompt in prompts] == together
+    best = [int(np.argmax(whole_logits(rounded, np.asarray(prompt))[-1])) for prompt in prompts]
+    assert [tokens[0] for tokens in together] == best
+    assert Engine(loaded, tiny_config()).model_key != engine.model_key, "their cached blocks differ"
+
+
+def whole_logits(loaded: LoadedModel, tokens: np.ndarray) -> np.ndarray:
+    """Of one whole sequence without pages, [T, V]."""
+    model = merge_params(loaded.graphdef, loaded.params)
+    hidden, _ = model(tokens, np.arange(len(tokens)), (None,) * loaded.config.num_layers, contiguous_attend)
+    return np.asarray(model.logits(hidden))
+
+
+@native
+def test_refusals_of_quantization() -> None:
+    sizes = dict(max_model_len=64, num_blocks=32, warm_up=False)
+    with pytest.raises(ValueError, match="quantization 'int4' is not known; allowed: None, 'int8'"):
+        LLM(tiny_model(), quantization="int4", **sizes)
+    with pytest.raises(ValueError, match="quantization 'int8' needs products by the native CPU kernels"):
+        LLM(tiny_model(), quantization="int8", linear_backend="xla", **sizes)
+    with pytest.raises(ValueError, match="quantization 'int8' is asked for, but the model was packed without it"):
+        LLM(pack_model(tiny_model()), quantization="int8", **sizes)
+
+
+@native
+def test_free_padding_needs_fewer_programs_and_cuts_no_step() -> None:
+    sizes = dict(num_blocks=65, max_model_len=128, block_size=4, max_num_seqs=32, max_num_batched_tokens=512)
+    config = EngineConfig(**sizes, free_padding=True)
+    assert (config.decode_buckets, config.token_buckets) == ((8, 32), (32, 128, 512))
+    config = EngineConfig(**sizes)
+    assert (config.decode_buckets, config.token_buckets) == ((8, 16, 32), (32, 64, 128, 256, 512))
+    llm = LLM(tiny_model(), max_model_len=64, num_blocks=32, warm_up=False)
+    assert llm.config.free_padding
+    assert not LLM(
+        tiny_model(), linear_backend="xla", max_model_len=64, num_blocks=32, warm_up=False
+    ).config.free_padding
 
 
 def test_refusals() -> None:

@@ -16,7 +16,7 @@ from paged_cases import fresh_rng, make_case, relative_error
 
 from pallas_kernels.cpu.attention import attention
 from pallas_kernels.cpu.library import find_library, instruction_sets, xla_interface
-from pallas_kernels.cpu.linear import linear, pack_weight, take_rows
+from pallas_kernels.cpu.linear import linear, pack_weight, quantize_weight, take_rows
 from pallas_kernels.oracle import reference_attention
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native CPU kernels are not built: no C++ compiler")
@@ -54,6 +54,37 @@ def test_products(instruction_set: str, dtype: str, rows: int, k: int, n: int) -
     assert relative_error(wide(fused), want) < BOUND[dtype]
 
 
+def round_groups(x, size: int = 10**9) -> np.ndarray:
+    """Each `size` values of a row rounded to 127 parts of the largest of them."""
+    x = np.asarray(x).astype(np.float32)
+    parts = []
+    for start in range(0, x.shape[1], size):
+        part = x[:, start : start + size]
+        scales = np.abs(part).max(axis=1, keepdims=True) / np.float32(127)
+        parts.append(np.rint(part / np.where(scales > 0, scales, 1)) * scales)
+    return np.concatenate(parts, axis=1)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("rows, k, n", [(1, 576, 96), (3, 33, 70), (15, 6, 1), (37, 100, 96), (130, 97, 200)])
+def test_int8_products(instruction_set: str, dtype: str, rows: int, k: int, n: int) -> None:
+    """Beside NumPy, where a value of x may round the other way at a tie; a row and an output of zeros."""
+    rng = fresh_rng()
+    x, w, norm = draw(rng, dtype, rows, k), draw(rng, dtype, n, k), draw(rng, dtype, k)
+    x, w = x.at[rows // 2].multiply(rows == 1), w.at[n // 2].multiply(n == 1)
+    bias, residual = draw(rng, dtype, n), draw(rng, dtype, rows, n)
+    run, packed = partial(linear, instruction_set=instruction_set), quantize_weight(w)
+    got = run(x, packed, n, dtype="float32")
+    assert relative_error(got, round_groups(x, 64) @ round_groups(w).T) < 4e-3
+    assert relative_error(got, wide(x) @ wide(w).T) < 0.02
+    scaled = jnp.asarray(wide(x) / np.sqrt((wide(x) ** 2).mean(axis=1, keepdims=True) + 1e-5) * wide(norm), dtype)
+    want = round_groups(scaled, 64) @ round_groups(w).T + wide(bias) + wide(residual)
+    fused = run(x, packed, n, norm=norm, eps=1e-5, bias=bias, residual=residual)
+    assert fused.dtype == x.dtype
+    assert relative_error(wide(fused), want) < BOUND[dtype] + 4e-3
+
+
 @each_set
 @each_dtype
 def test_gated_products(instruction_set: str, dtype: str) -> None:
@@ -62,14 +93,17 @@ def test_gated_products(instruction_set: str, dtype: str) -> None:
     got = linear(x, pack_weight(w, gated=True), 70, bias=bias, gated=True, instruction_set=instruction_set)
     gate, up = np.split(wide(x) @ wide(w).T + wide(bias), 2, axis=1)
     assert relative_error(wide(got), gate / (1 + np.exp(-gate)) * up) < BOUND[dtype]
+    got = linear(x, quantize_weight(w, gated=True), 70, bias=bias, gated=True, instruction_set=instruction_set)
+    assert relative_error(wide(got), gate / (1 + np.exp(-gate)) * up) < 0.03
 
 
 @each_set
 @each_dtype
-def test_a_row_does_not_depend_on_its_neighbours(instruction_set: str, dtype: str) -> None:
+@pytest.mark.parametrize("pack", [pack_weight, quantize_weight])
+def test_a_row_does_not_depend_on_its_neighbours(instruction_set: str, dtype: str, pack) -> None:
     """To the last bit: alone, anywhere in a batch of any size, beside NaN; and padding rows are zeros."""
     rng = fresh_rng()
-    weight = pack_weight(draw(rng, dtype, 96, 150))
+    weight = pack(draw(rng, dtype, 96, 150))
     run = partial(linear, weight=weight, features=96, instruction_set=instruction_set)
     row = draw(rng, dtype, 1, 150)
     alone = np.asarray(run(row))
@@ -90,8 +124,10 @@ def test_take_rows(instruction_set: str, dtype: str) -> None:
     rng = fresh_rng()
     table = draw(rng, dtype, 70, 33)
     ids = jnp.asarray([0, 69, 31, 32, 70, -1, 5] * 6, jnp.int32)
-    got = take_rows(pack_weight(table), ids, 70, 33, instruction_set=instruction_set)
-    np.testing.assert_array_equal(wide(got), wide(table)[np.clip(ids, 0, 69)])
+    run = partial(take_rows, ids=ids, rows=70, features=33, dtype=dtype, instruction_set=instruction_set)
+    np.testing.assert_array_equal(wide(run(pack_weight(table))), wide(table)[np.clip(ids, 0, 69)])
+    want = jnp.asarray(round_groups(table), dtype)[np.clip(ids, 0, 69)]
+    np.testing.assert_array_equal(wide(run(quantize_weight(table))), wide(want))
 
 
 @each_set

@@ -36,7 +36,9 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512bf16() {  // every processor that has it has VNNI
+  return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
 // The best first.
@@ -207,8 +209,10 @@ ffi::Error write_kv(ffi::ThreadPool threads, ffi::AnyBuffer k_pages, ffi::AnyBuf
 
 // Whether a weight has the shape of `parts` packed ones of [n, k] (see kernels.h).
 bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t parts) {
-  const int64_t per_step = type == Type::f32 ? 1 : 2;
-  const int64_t wanted[] = {(n + kPanel - 1) / kPanel * parts, (k + per_step - 1) / per_step, kPanel, per_step};
+  const int64_t per_step = type == Type::f32 ? 1 : type == Type::bf16 ? 2 : 4;
+  int64_t steps = (k + per_step - 1) / per_step;
+  if (type == Type::i8) steps += (steps + kGroup - 1) / kGroup + 1;
+  const int64_t wanted[] = {(n + kPanel - 1) / kPanel * parts, steps, kPanel, per_step};
   auto shape = weight.dimensions();
   return std::equal(shape.begin(), shape.end(), std::begin(wanted), std::end(wanted));
 }
@@ -226,8 +230,9 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   JPAGED_CHECK(y->dimensions()[0] == a.rows);
   JPAGED_CHECK(read_type(x.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
   JPAGED_CHECK(read_type(y->element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
-  JPAGED_CHECK(weight.element_type() == x.element_type());
-  JPAGED_CHECK(is_packed(weight, a.type, a.n, a.k, gated ? 2 : 1));
+  JPAGED_CHECK(read_type(weight.element_type(), &a.weight_type));
+  JPAGED_CHECK(a.weight_type == a.type || a.weight_type == Type::i8);
+  JPAGED_CHECK(is_packed(weight, a.weight_type, a.n, a.k, gated ? 2 : 1));
   for (const ffi::AnyBuffer* each : {&norm, &bias}) JPAGED_CHECK(each->element_type() == x.element_type());
   JPAGED_CHECK(residual.element_type() == y->element_type());
   JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == a.k);
@@ -253,12 +258,14 @@ ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi:
   auto kernels = kernels_for(set);
   if (!kernels) return kernels.error();
   TakeRows a{};
-  JPAGED_CHECK(out->dimensions().size() == 2 && out->element_type() == weight.element_type());
-  JPAGED_CHECK(read_type(weight.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
+  JPAGED_CHECK(out->dimensions().size() == 2);
+  JPAGED_CHECK(read_type(out->element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
+  JPAGED_CHECK(read_type(weight.element_type(), &a.weight_type));
+  JPAGED_CHECK(a.weight_type == a.type || a.weight_type == Type::i8);
   a.rows = out->dimensions()[0];
   a.k = out->dimensions()[1];
   a.n = rows;
-  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.type, a.n, a.k, 1) && int64_t(ids.element_count()) == a.rows);
+  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.weight_type, a.n, a.k, 1) && int64_t(ids.element_count()) == a.rows);
   a.weight = weight.untyped_data();
   a.ids = ids.typed_data();
   a.out = out->untyped_data();

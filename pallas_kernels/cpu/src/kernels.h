@@ -11,15 +11,19 @@ enum class Type { f32, bf16, f16, i8, fp8 };
 
 // Columns of a packed weight's panel. A weight [N, K] is stored as [ceil(N / 32), ceil(K / v), 32, v] where v values fill
 // four bytes (1 float, 2 bfloat16, 4 int8), rows and columns beyond N and K being zeros: a panel is one stream of
-// memory, and one step of a product takes 128 bytes of it and four bytes of each row of x.
+// memory, and one step of a product takes 128 bytes of it and four bytes of each row of x. In an int8
+// panel each kGroup steps are led by one of 32 int32, -128 times the sum of the integers of each row in them, and the last
+// step is followed by one of 32 f32, what a row's integers are multiplied with.
 constexpr int64_t kPanel = 32;
+constexpr int64_t kGroup = 16;  // steps
 
 // y [rows, n] = norm(x) [rows, k] times weight [n, k] transposed, + bias, + residual.
 struct Linear {
   int64_t rows, n, k;
   int64_t live;          // rows from here on are padding: y is 0 there
-  Type type;             // of x, weight, norm, bias, residual
-  Type y_type;           // that or f32
+  Type type;             // of x, norm, bias, residual
+  Type weight_type;      // that or i8: rows of x are then rounded to 8 bits too, a scale for each kGroup steps
+  Type y_type;           // `type` or f32
   const void* x;         // [rows, k]
   const void* weight;    // packed
   const void* norm;      // [k], or null: x is first scaled to unit root mean square, times this
@@ -33,7 +37,8 @@ struct Linear {
 // out [rows, k] = rows `ids` of a packed weight [n, k]; ids outside are clipped.
 struct TakeRows {
   int64_t rows, n, k;
-  Type type;
+  Type type;         // of out
+  Type weight_type;  // that or i8
   const void* weight;
   const int32_t* ids;  // [rows]
   void* out;

@@ -3,11 +3,15 @@
 
 constexpr int NV = 2;                   // vectors of columns of a tile
 constexpr int COLUMNS = NV * W;         // of a tile
-constexpr int MOST_ROWS = W == 16 ? 14 : 6;  // of a tile: MOST_ROWS * NV accumulators, the vectors of weights, one of x
+// Rows of a tile, for as many accumulators (int8 has two kinds), the vectors of weights and one of x as there are registers.
+constexpr int MOST_ROWS = W == 16 ? 14 : 6;
+constexpr int MOST_INT8_ROWS = W == 16 ? 7 : 3;
 constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
 
 // One step's product: four bytes of x, spread over all lanes, with NV vectors of weights.
 struct StepF32 {
+  using V = vf;
+  static constexpr int MOST = MOST_ROWS;
   static void load(const char* w, vf (&b)[NV]) {
     for (int j = 0; j < NV; ++j) b[j] = load_as<vf>(w + 4 * W * j);
   }
@@ -19,6 +23,8 @@ struct StepF32 {
 
 #if defined(__AVX512BF16__)
 struct StepBF16 {
+  using V = vf;
+  static constexpr int MOST = MOST_ROWS;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
     const __m512i a = _mm512_set1_epi32(load_as<int32_t>(x));
@@ -27,6 +33,8 @@ struct StepBF16 {
 };
 #else
 struct StepBF16 {
+  using V = vf;
+  static constexpr int MOST = MOST_ROWS;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
     const int32_t pair = load_as<int32_t>(x);
@@ -39,14 +47,49 @@ struct StepBF16 {
 };
 #endif
 
+// Weights are int8, x is uint8 (see `quantize_row`), sums are int32.
+struct StepI8 {
+  using V = vi;
+  static constexpr int MOST = MOST_INT8_ROWS;
+  static void load(const char* w, vi (&b)[NV]) {
+    for (int j = 0; j < NV; ++j) b[j] = load_as<vi>(w + 4 * W * j);
+  }
+  static void add(const char* x, const vi (&b)[NV], vi (&acc)[NV]) {
+    const int32_t four = load_as<int32_t>(x);
+    for (int j = 0; j < NV; ++j) acc[j] = add_products(acc[j], four, b[j]);
+  }
+
+ private:
+  static vi add_products(vi acc, int32_t x, vi w) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(x), (__m512i)w);
+#else
+    // Bytes 0 and 2, then 1 and 3, as pairs of 16 bits.
+    const int32_t even = x & 0x00ff00ff, odd = x >> 8 & 0x00ff00ff;
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)w, 8), 8), high = _mm512_srai_epi16((__m512i)w, 8);
+    return acc + (vi)_mm512_madd_epi16(low, _mm512_set1_epi32(even)) +
+           (vi)_mm512_madd_epi16(high, _mm512_set1_epi32(odd));
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8), high = _mm256_srai_epi16((__m256i)w, 8);
+    return acc + (vi)_mm256_madd_epi16(low, _mm256_set1_epi32(even)) +
+           (vi)_mm256_madd_epi16(high, _mm256_set1_epi32(odd));
+#else
+    return acc + (w << 24 >> 24) * (even & 0xffff) + (w << 16 >> 24) * (odd & 0xffff) +
+           (w << 8 >> 24) * (even >> 16) + (w >> 24) * (odd >> 16);
+#endif
+#endif
+  }
+};
+
 // acc [M][NV] += M rows of x (stride bytes apart) times one tile of a panel, over `steps`. Meanwhile fetches memory at
 // `ahead`, `ahead_step` bytes a step.
 template <class Step, int M>
-inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w, vf (&acc)[M][NV],
-                          const char* ahead, int64_t ahead_step) {
+inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w,
+                          typename Step::V (&acc)[M][NV], const char* ahead, int64_t ahead_step) {
   const int64_t second = ahead_step > 64 ? 64 : 0;  // a step's share of what to fetch is one line or two
   for (int64_t s = 0; s < steps; ++s) {
-    vf b[NV];
+    typename Step::V b[NV];
     Step::load(w + s * STEP, b);
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) Step::add(x + i * stride + 4 * s, b, acc[i]);
@@ -57,8 +100,8 @@ inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const ch
 
 // out [rows][kPanel] = rows of x times one panel.
 template <class Step, int M>
-void multiply_rows(int64_t steps, const char* x, int64_t stride, const char* panel, float* out, const char* ahead,
-                   int64_t ahead_step) {
+void multiply_rows(int64_t steps, const char* x, int64_t stride, const float*, const char* panel, float* out,
+                   const char* ahead, int64_t ahead_step) {
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
     vf acc[M][NV] = {};
     multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, ahead_step);
@@ -68,17 +111,54 @@ void multiply_rows(int64_t steps, const char* x, int64_t stride, const char* pan
   }
 }
 
-using MultiplyRows = void (*)(int64_t, const char*, int64_t, const char*, float*, const char*, int64_t);
+inline int64_t count_groups(int64_t steps) { return (steps + kGroup - 1) / kGroup; }
+
+// The same for an int8 panel; scales [rows][groups] are those of x.
+template <int M>
+void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const float* scales, const char* panel, float* out,
+                        const char* ahead, int64_t ahead_step) {
+  const int64_t groups = count_groups(steps);
+  const char* units = panel + (groups + steps) * STEP;
+  for (int64_t c = 0; c < kPanel; c += COLUMNS) {
+    vf total[M][NV] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * kGroup, count = std::min(kGroup, steps - first);
+      const char* at = panel + g * (kGroup + 1) * STEP + 4 * c;
+      vi acc[M][NV];
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
+      multiply_tile<StepI8, M>(count, x + 4 * first, stride, at + STEP, acc, ahead + first * ahead_step, ahead_step);
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) {
+        const vf scale = splat(scales[i * groups + g]);
+        for (int j = 0; j < NV; ++j) total[i][j] += __builtin_convertvector(acc[i][j], vf) * scale;
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      for (int j = 0; j < NV; ++j) {
+        store(out + i * kPanel + c + j * W, total[i][j] * load_as<vf>(units + 4 * (c + j * W)));
+      }
+    }
+  }
+}
+
+using MultiplyRows = void (*)(int64_t, const char*, int64_t, const float*, const char*, float*, const char*, int64_t);
 
 template <class Step, int... M>
 MultiplyRows pick_rows(int rows, std::integer_sequence<int, M...>) {
-  static constexpr MultiplyRows table[] = {&multiply_rows<Step, M + 1>...};
-  return table[rows - 1];
+  if constexpr (std::is_same_v<Step, StepI8>) {
+    static constexpr MultiplyRows table[] = {&multiply_int8_rows<M + 1>...};
+    return table[rows - 1];
+  } else {
+    static constexpr MultiplyRows table[] = {&multiply_rows<Step, M + 1>...};
+    return table[rows - 1];
+  }
 }
 
 template <class Step>
 MultiplyRows pick_rows(int rows) {
-  return pick_rows<Step>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+  return pick_rows<Step>(rows, std::make_integer_sequence<int, Step::MOST>());
 }
 
 // x scaled to unit root mean square times weight, as stored; n values. A scaled row is what the layer before would
@@ -104,6 +184,34 @@ void normalize_row(typename S::T* out, const typename S::T* x, const typename S:
     store(scaled, v * factor * w);
     store_as<S>(out + i, scaled, count);
   }
+}
+
+// n floats in 8 bits: x is about scale * (out - 128). Returns the scale, that of the largest value to 127, or NaN where
+// one is not finite.
+inline float quantize_row(uint8_t* out, const float* x, int64_t n) {
+  vf tops{}, zeros{};
+  int64_t i = 0;
+  const auto look = [&](vf v) {
+    tops = max(tops, v < 0.0f ? -v : v);
+    zeros += v * 0.0f;
+  };
+  for (; i + W <= n; i += W) look(load_as<vf>(x + i));
+  if (i < n) look(load_part<F32>(x + i, n - i));
+  const float top = largest(tops);
+  if (sum(zeros) != 0.0f) {
+    std::fill(out, out + n, 128);
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const float up = top > 0 ? 127.0f / top : 0.0f;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+  for (i = 0; i < n; i += W) {
+    const int64_t count = std::min<int64_t>(W, n - i);
+    const vf v = count == W ? load_as<vf>(x + i) : load_part<F32>(x + i, count);
+    const vi whole = (vi)(v * up + magic) - 0x4b400000 + 128;
+    const vb bytes = __builtin_convertvector(whole, vb);
+    std::memcpy(out + i, &bytes, count);
+  }
+  return top / 127.0f;
 }
 
 template <class S>
@@ -145,50 +253,67 @@ void finish_rows(const Linear& a, int64_t row, int64_t rows, int64_t column, flo
 template <class S, class Step, class Y>
 void linear_of(const Linear& a, const Pool& pool) {
   using T = typename S::T;
-  constexpr int64_t per_step = 4 / sizeof(T);
+  constexpr bool quantized = std::is_same_v<Step, StepI8>;
+  constexpr int64_t per_step = quantized ? 4 : 4 / sizeof(T);
   const int64_t steps = (a.k + per_step - 1) / per_step;
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
   auto* y = static_cast<typename Y::T*>(a.y);
   std::fill(y + a.live * a.n, y + a.rows * a.n, typename Y::T(0));
   if (a.live == 0) return;
 
-  // Rows of x as the tiles read them: normalised, and filled up to whole steps.
+  // Rows of x as the tiles read them: normalised, quantised, and filled up to whole steps.
   const char* x = static_cast<const char*>(a.x);
-  std::unique_ptr<T[]> rows;
-  if (a.norm || a.k % per_step) {
-    rows.reset(new T[a.live * steps * per_step]);
+  const int64_t groups_of_x = quantized ? count_groups(steps) : 0;  // each has a scale
+  std::unique_ptr<char[]> rows;
+  std::unique_ptr<float[]> scales;
+  if (quantized || a.norm || a.k % per_step) {
+    rows.reset(new char[a.live * steps * 4]);
+    if (quantized) scales.reset(new float[a.live * groups_of_x]);
     const int64_t chunk = 8;
     pool.run((a.live + chunk - 1) / chunk, [&](int64_t i, int64_t) {
+      std::unique_ptr<T[]> scaled(quantized && a.norm ? new T[a.k] : nullptr);
+      std::unique_ptr<float[]> floats(quantized ? new float[a.k] : nullptr);
       for (int64_t r = i * chunk; r < std::min(a.live, (i + 1) * chunk); ++r) {
-        T* to = rows.get() + r * steps * per_step;
+        char* to = rows.get() + r * steps * 4;
         const T* from = static_cast<const T*>(a.x) + r * a.k;
         if (a.norm) {
-          normalize_row<S>(to, from, static_cast<const T*>(a.norm), a.k, a.eps);
-        } else {
+          T* norm_to = quantized ? scaled.get() : reinterpret_cast<T*>(to);
+          normalize_row<S>(norm_to, from, static_cast<const T*>(a.norm), a.k, a.eps);
+          from = norm_to;
+        }
+        if (quantized) {
+          load_floats<S>(floats.get(), from, a.k);
+          for (int64_t g = 0; g < groups_of_x; ++g) {
+            const int64_t begin = g * kGroup * 4, count = std::min(kGroup * 4, a.k - begin);
+            auto* bytes = reinterpret_cast<uint8_t*>(to) + begin;
+            scales[r * groups_of_x + g] = quantize_row(bytes, floats.get() + begin, count);
+          }
+        } else if (!a.norm) {
           std::memcpy(to, from, a.k * sizeof(T));
         }
-        std::fill(to + a.k, to + steps * per_step, T(0));
+        const int64_t filled = a.k * 4 / per_step;
+        std::memset(to + filled, 0, steps * 4 - filled);
       }
     });
-    x = reinterpret_cast<const char*>(rows.get());
+    x = rows.get();
   }
 
   // A task is some neighbouring panels for some rows: enough tasks to share out, each long enough to be worth taking.
   const int64_t few = pool.threads * 4;
-  int64_t row_parts = std::max<int64_t>(1, std::min((few + panels - 1) / panels, a.live / (4 * MOST_ROWS)));
+  int64_t row_parts = std::max<int64_t>(1, std::min((few + panels - 1) / panels, a.live / (4 * Step::MOST)));
   const int64_t part = (a.live + row_parts - 1) / row_parts;
   row_parts = (a.live + part - 1) / part;
   const int64_t group = std::max<int64_t>(1, panels / (pool.threads * 64));
   const int64_t groups = (panels + group - 1) / group;
   const int64_t halves = a.gated ? 2 : 1;
-  const int64_t panel_bytes = steps * STEP, stride = steps * 4;
+  const int64_t panel_bytes = (steps + (quantized ? groups_of_x + 1 : 0)) * STEP, stride = steps * 4;
   const char* weight = static_cast<const char*>(a.weight);
 
   pool.run(groups * row_parts, [&](int64_t task, int64_t next) {
-    alignas(64) float sums[2][MOST_ROWS * kPanel];
+    alignas(64) float sums[2][Step::MOST * kPanel];
     const int64_t first = task % groups * group, last = std::min(panels, first + group);
     const int64_t row_begin = task / groups * part, row_end = std::min(a.live, row_begin + part);
-    const int64_t tiles = (row_end - row_begin + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t tiles = (row_end - row_begin + Step::MOST - 1) / Step::MOST;
     for (int64_t p = first; p < last; ++p) {
       const char* panel = weight + p * halves * panel_bytes;
       // What this thread reads after this panel, fetched by all the tiles of this one in turn.
@@ -199,7 +324,7 @@ void linear_of(const Linear& a, const Pool& pool) {
         const int64_t count = (row_end - row + tiles - t - 1) / (tiles - t);
         const MultiplyRows multiply = pick_rows<Step>(int(count));
         for (int64_t h = 0; h < halves; ++h) {
-          multiply(steps, x + row * stride, stride, panel + h * panel_bytes, sums[h],
+          multiply(steps, x + row * stride, stride, scales.get() + row * groups_of_x, panel + h * panel_bytes, sums[h],
                    ahead + h * panel_bytes + t * panel_bytes / tiles, STEP / tiles);
         }
         finish_rows<S, Y>(a, row, count, p * kPanel, sums[0], a.gated ? sums[1] : nullptr);
@@ -210,13 +335,32 @@ void linear_of(const Linear& a, const Pool& pool) {
 }
 
 void linear(const Linear& a, const Pool& pool) {
+  const bool quantized = a.weight_type == Type::i8;
   if (a.type == Type::f32) {
-    linear_of<F32, StepF32, F32>(a, pool);
+    quantized ? linear_of<F32, StepI8, F32>(a, pool) : linear_of<F32, StepF32, F32>(a, pool);
   } else if (a.y_type == Type::f32) {
-    linear_of<BF16, StepBF16, F32>(a, pool);
+    quantized ? linear_of<BF16, StepI8, F32>(a, pool) : linear_of<BF16, StepBF16, F32>(a, pool);
   } else {
-    linear_of<BF16, StepBF16, BF16>(a, pool);
+    quantized ? linear_of<BF16, StepI8, BF16>(a, pool) : linear_of<BF16, StepBF16, BF16>(a, pool);
   }
+}
+
+// Rows of an int8 weight in their own units.
+template <class S>
+void take_int8_rows(const TakeRows& a, const Pool& pool) {
+  const int64_t steps = (a.k + 3) / 4, groups = count_groups(steps), chunk = 16;
+  pool.run((a.rows + chunk - 1) / chunk, [&](int64_t i, int64_t) {
+    for (int64_t r = i * chunk; r < std::min(a.rows, (i + 1) * chunk); ++r) {
+      const int64_t id = std::min<int64_t>(std::max<int64_t>(a.ids[r], 0), a.n - 1);
+      const char* from = static_cast<const char*>(a.weight) + id / kPanel * (steps + groups + 1) * STEP + id % kPanel * 4;
+      const float scale = load_as<float>(from + (steps + groups) * STEP);
+      auto* to = static_cast<typename S::T*>(a.out) + r * a.k;
+      for (int64_t s = 0; s < steps; ++s) {
+        const char* four = from + (s + s / kGroup + 1) * STEP;
+        for (int64_t c = 4 * s; c < std::min(4 * s + 4, a.k); ++c) to[c] = S::put(int8_t(four[c % 4]) * scale);
+      }
+    }
+  });
 }
 
 template <class T>
@@ -237,5 +381,9 @@ void take_rows_of(const TakeRows& a, const Pool& pool) {
 }
 
 void take_rows(const TakeRows& a, const Pool& pool) {
-  a.type == Type::f32 ? take_rows_of<float>(a, pool) : take_rows_of<uint16_t>(a, pool);
+  if (a.weight_type == Type::i8) {
+    a.type == Type::f32 ? take_int8_rows<F32>(a, pool) : take_int8_rows<BF16>(a, pool);
+  } else {
+    a.type == Type::f32 ? take_rows_of<float>(a, pool) : take_rows_of<uint16_t>(a, pool);
+  }
 }
