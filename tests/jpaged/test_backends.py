@@ -104,11 +104,9 @@ def test_free_padding_needs_fewer_programs_and_cuts_no_step() -> None:
     assert (config.decode_buckets, config.token_buckets) == ((8, 32), (32, 128, 512))
     config = EngineConfig(**sizes)
     assert (config.decode_buckets, config.token_buckets) == ((8, 16, 32), (32, 64, 128, 256, 512))
-    llm = LLM(tiny_model(), max_model_len=64, num_blocks=32, warm_up=False)
-    assert llm.config.free_padding
-    assert not LLM(
-        tiny_model(), linear_backend="xla", max_model_len=64, num_blocks=32, warm_up=False
-    ).config.free_padding
+    small = dict(max_model_len=64, num_blocks=32, warm_up=False)
+    assert LLM(tiny_model(), **small).config.free_padding
+    assert not LLM(tiny_model(), linear_backend="xla", **small).config.free_padding
 
 
 def test_refusals() -> None:
