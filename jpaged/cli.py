@@ -1,4 +1,4 @@
-"""The command line: `jpaged version` and `jpaged generate`. Options are named as in vLLM where they mean the same."""
+"""The command line, `jpaged`: each command is a function, the longer ones in `commands/`."""
 
 from __future__ import annotations
 
@@ -11,45 +11,17 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-from jpaged_models import QUANTIZATIONS, describe_backend
+from jpaged_models import describe_backend
 
-from jpaged.config import KV_CACHE_DTYPES
+from jpaged.cli_options import ENGINE, SAMPLING, add_engine_arguments, add_sampling_arguments, pick
+from jpaged.commands.serve import add_serve
 from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 PACKAGES = ("jpaged", "jax", "jaxlib", "flax")
-# Fields of SamplingParams that the command line can set; what is not given, the checkpoint recommends.
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
-# Arguments of LLM that it can set; what is not given, LLM chooses.
-ENGINE = (
-    "tokenizer",
-    "dtype",
-    "quantization",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "seed",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_prompt_arguments(generate.add_argument_group("prompts and output"))
     add_sampling_arguments(generate.add_argument_group("sampling (default: as the model's checkpoint recommends)"))
     add_engine_arguments(generate.add_argument_group("engine"))
+    add_serve(commands)
     return parser
 
 
@@ -97,41 +70,6 @@ def add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
     add("-i", "--input-file", metavar="FILE", help="a file with a prompt on each line that is not blank; - is stdin")
     add("--chat", action="store_true", help="put each prompt through the model's chat template, as a user's message")
     add("--json", action="store_true", help="print a JSON object a line: prompt, text, finish_reason, token_ids")
-
-
-def add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options named as the fields of SamplingParams; absent from the result unless given."""
-    add = group.add_argument
-    default = SamplingParams()
-    add("--max-tokens", type=int, metavar="N", help=f"most tokens of an output (default: {default.max_tokens})")
-    add("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens whose probabilities reach P")
-    add("--min-p", type=float, metavar="P", help="leave out tokens less than P times as likely as the likeliest")
-    add("--repetition-penalty", type=float, metavar="X", help="above 1: tokens seen before become less likely")
-    add("--frequency-penalty", type=float, metavar="X", help="taken from a token's logit each time it was generated")
-    add("--presence-penalty", type=float, metavar="X", help="taken from the logit of tokens that were generated")
-    add("--min-tokens", type=int, metavar="N", help="no end of an output before N tokens")
-    add("--stop", nargs="+", metavar="TEXT", help="texts that end an output")
-    add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="tokens that end an output, besides the model's")
-    add("--ignore-eos", action="store_true", help="go on after the model's end of text")
-
-
-def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options named as the arguments of LLM; absent from the result unless given."""
-    add = group.add_argument
-    add("--tokenizer", metavar="MODEL", help="another folder, hub id or .gguf file for the tokenizer")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the weights (default: auto, as stored)")
-    add("--quantization", choices=[name for name in QUANTIZATIONS if name], help="round the weights to fewer bits")
-    add("--max-model-len", type=int, metavar="N", help="longest prompt and output (default: the model's limit)")
-    add("--max-num-seqs", type=int, metavar="N", help="prompts that run at once (default: 32 on CPU, else 256)")
-    add(
-        "--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step (default: 512 on CPU, else 2048)"
-    )
-    add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of keys and values (default: auto, as --dtype)")
-    add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory for KV blocks (default: what is of use)")
-    add("--seed", type=int, metavar="N", help="the same seed and prompts give the same outputs (default: 0)")
 
 
 def run_version(options: argparse.Namespace) -> None:
@@ -165,10 +103,6 @@ def run_generate(options: argparse.Namespace) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=progress)
     for prompt, output in zip(prompts, outputs, strict=True):
         print(format_json(prompt, output) if "json" in given else format_text(prompt, output, alone=len(prompts) == 1))
-
-
-def pick(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: given[name] for name in names if name in given}
 
 
 def read_prompts(prompts: Sequence[str], file: str | None) -> list[str]:

@@ -192,6 +192,13 @@ class Engine:
         """Whether `step` has anything left to do, the release of blocks included."""
         return self.pending is not None or self.scheduler.has_unfinished() or bool(self.grammars.compiling)
 
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether `step` would do nothing but wait for a grammar to be compiled."""
+        if not self.grammars.compiling or self.grammars.any_ready():
+            return False
+        return self.pending is None and not self.scheduler.has_unfinished()
+
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> list[Request]:
@@ -284,6 +291,7 @@ class Engine:
         if attending:
             keep_records(schedule, wanting, dispatched.records)
             self._write_masks([request for request in touched if request.grammar is not None])
+        self.collector.counts = result.counts
         if schedule.has_rows:
             prompt = sum(chunk.length for chunk in schedule.prefill)
             generated = int((result.tokens >= 0).sum())

@@ -122,6 +122,9 @@ class GrammarQueue:
         """Forget a request. Returns whether it was here."""
         return self.compiling.pop(request, None) is not None
 
+    def any_ready(self) -> bool:
+        return any(compiled.done() for compiled in self.compiling.values())
+
     def take_ready(self, wait: bool) -> list[Request]:
         """Requests that have their grammar now, or whose `error` says why they cannot; with `wait` at least one."""
         if not self.compiling:

@@ -1,0 +1,97 @@
+"""Answers in pieces (server-sent events), and the end of work for clients that have gone away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jpaged.server.errors import Disconnected, as_api_error
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event whose data is JSON."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client goes away first: then raises Disconnected.
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Disconnected
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        # What was cancelled has its own end to come to: only then are the blocks of its request on their way back.
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Events as they come. Errors after the first one are events too; the generator is closed whatever happens.
+
+    A client that takes nothing for `write_timeout` seconds is given up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.first = first
+        self.events = events
+        self.write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(Disconnected):
+            await until_disconnect(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        async with contextlib.aclosing(self.events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, self.first)
+            try:
+                async for data in self.events:
+                    await self._send(send, data)
+            except Exception as error:
+                if isinstance(error, TimeoutError):
+                    log.warning("a client that took nothing for %g s was given up", self.write_timeout)
+                    raise Disconnected from error
+                await self._send(send, event(as_api_error(error).body()) + DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(self.write_timeout):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def start_stream(request: Request, events: AsyncGenerator[bytes, None], write_timeout: float) -> Response:
+    """An answer in pieces, once the first is there: what fails before it has a status of its own."""
+    try:
+        first = await until_disconnect(request.receive, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events, write_timeout)

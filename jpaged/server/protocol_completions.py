@@ -1,0 +1,59 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, WithJsonSchema
+
+from jpaged.server.protocol_sampling import SamplingFields
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {
+    "anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS}]
+}
+MAX_PROMPTS = 1024
+
+
+class CompletionBody(SamplingFields):
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+
+    @pydantic.field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, value: Any) -> Any:
+        prompts = [value] if _is_prompt(value) else value
+        if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+            raise ValueError("must be a text, a list of token ids, or a list of either, none of them empty")
+        if len(prompts) > MAX_PROMPTS:
+            raise ValueError(f"holds {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _check_fields(self) -> CompletionBody:
+        if self.suffix:
+            raise ValueError("suffix is not supported")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of must be n={self.n or 1} or left out, got {self.best_of}")
+        if self.use_beam_search:
+            raise ValueError("use_beam_search is not supported")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not streamed: use logprobs with echo, or stream=false")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        return [self.prompt] if _is_prompt(self.prompt) else self.prompt
+
+
+def _is_prompt(value: Any) -> bool:
+    """Whether this is one prompt: a text or token ids, not empty."""
+    if isinstance(value, list):
+        return bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, str) and bool(value)
