@@ -1,7 +1,7 @@
 """What a client has not taken yet: one output, into which those that follow are merged.
 
-So the engine never waits for a client that reads slowly or not at all, and what is kept for it is bounded by the longest
-output: that is all the back-pressure there is to give, for a sequence that stands still would keep its blocks.
+So the engine never waits for a client that reads slowly or not at all, and what is kept for it is bounded by the
+longest output: that is all the back-pressure there is to give, for a sequence that stands still would keep its blocks.
 """
 
 from __future__ import annotations

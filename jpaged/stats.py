@@ -123,11 +123,11 @@ class StatsCollector:
     used_sum: int = 0
     saved_sum: int = 0
     token_sum: int = 0
-    counts: BlockCounts = BlockCounts(0, 0, 0, 0, 0, 0)  # at the end of the last step that was read
+    counts: BlockCounts = field(init=False)  # at the end of the last step that was read
     timings: deque[StepTiming] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def __post_init__(self) -> None:
-        self.counts = self.counts._replace(free=self.total_blocks)
+        self.counts = BlockCounts(0, 0, 0, self.total_blocks, 0, 0)
 
     def record_step(self, iterations: int, counts: BlockCounts, prompt: int, generated: int) -> None:
         """Count one step that was read; `counts` are those at its end."""

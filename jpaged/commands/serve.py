@@ -42,7 +42,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", nargs="+", metavar="KEY", help="clients must send one of these (default: anybody may)")
     add("--max-queue-len", type=int, metavar="N", help="outputs that may wait; more get status 429 (default: 1024)")
     add("--max-request-bytes", type=int, metavar="N", help="largest body (default: 16 MiB)")
-    add("--write-timeout", type=float, metavar="S", help="give up a client that takes nothing for so long (default: 60)")
+    add(
+        "--write-timeout", type=float, metavar="S", help="give up a client that takes nothing for so long (default: 60)"
+    )
     add("--shutdown-timeout", type=float, metavar="S", help="time for requests under way at the end (default: 20)")
     add("--allowed-origins", type=json.loads, metavar="JSON", help='web pages that may ask, as ["*"] (default: none)')
     add("--allowed-methods", type=json.loads, metavar="JSON", help='their methods (default: ["*"])')
@@ -73,13 +75,14 @@ def run_serve(options: argparse.Namespace) -> None:
         raise ValueError(f"the server needs packages that are an extra: {EXTRA} ({error})") from error
     from jpaged.llm import LLM
 
+    lists: dict[str, Any] = {name: read_list(name, given[name]) for name in LISTS if name in given}
     settings = ServerSettings(
         served_model_names=tuple(given.get("served_model_name", [str(options.model)])),
         api_keys=frozenset(given.get("api_key", [])),
         tool_call_parser=given.get("tool_call_parser"),
         chat_template=read_template(given.get("chat_template")),
         **pick(given, SETTINGS),
-        **{name: read_list(name, given[name]) for name in LISTS if name in given},
+        **lists,
     )
     bound = open_socket(options.host, options.port)
     with bound:

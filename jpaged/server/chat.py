@@ -177,7 +177,7 @@ class Answer:
         logprobs, reason = self.logprobs(completion), self.finish_reason(choice, completion)
         if (logprobs or reason or self.body.return_token_ids) and (not deltas or "role" in deltas[-1]):
             deltas.append({})
-        found = [
+        found: list[dict[str, Any]] = [
             {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if found:

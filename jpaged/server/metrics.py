@@ -17,8 +17,50 @@ from jpaged.request import Request
 from jpaged.server.block_times import BlockTimes
 
 # Bounds of the histograms, in seconds and tokens; as vLLM's where it has them.
-FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+FIRST_TOKEN = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+BETWEEN_TOKENS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    40,
+)
 WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -51,11 +93,15 @@ class Metrics:
         index = engine.scheduler.index
         index.policy = BlockTimes(
             index.policy,
-            on_life=self._histogram("kv_block_lifetime_seconds", "From the caching of a block to its eviction", BLOCK_LIFE),
+            on_life=self._histogram(
+                "kv_block_lifetime_seconds", "From the caching of a block to its eviction", BLOCK_LIFE
+            ),
             on_idle=self._histogram(
                 "kv_block_idle_before_evict_seconds", "From the last use of a block to its eviction", BLOCK_LIFE
             ),
-            on_reuse=self._histogram("kv_block_reuse_gap_seconds", "From the last use of a block to the next", BLOCK_LIFE),
+            on_reuse=self._histogram(
+                "kv_block_reuse_gap_seconds", "From the last use of a block to the next", BLOCK_LIFE
+            ),
         )
 
     # ------------------------------------------------------------------ what there is
@@ -75,9 +121,13 @@ class Metrics:
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end", WHOLE)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step", WHOLE)
-        self.prefilling = self._histogram("request_prefill_time_seconds", "From the first step to the first token", WHOLE)
+        self.prefilling = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token", WHOLE
+        )
         self.decoding = self._histogram("request_decode_time_seconds", "From the first token to the last", WHOLE)
-        self.inference = self._histogram("request_inference_time_seconds", "From the first step to the last token", WHOLE)
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "From the first step to the last token", WHOLE
+        )
         self.request_prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "Tokens of an output", TOKENS)
         self.asked_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request", TOKENS)
@@ -124,9 +174,7 @@ class Metrics:
             "Share of KV blocks in use by sequences, 1 is all",
             lambda: counts().used / total,
         )
-        blocks = Gauge(
-            "jpaged:kv_blocks", "KV blocks by state", [*self.labels, "state"], registry=self.registry
-        )
+        blocks = Gauge("jpaged:kv_blocks", "KV blocks by state", [*self.labels, "state"], registry=self.registry)
         states: dict[str, Callable[[], float]] = {
             "free": lambda: counts().free,
             "private": lambda: counts().used - counts().shared,
@@ -254,4 +302,3 @@ class CountAnswers:
             await send(message)
 
         await self.app(scope, receive, send_counted)
-

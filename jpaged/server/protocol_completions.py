@@ -11,9 +11,7 @@ from jpaged.server.protocol_sampling import SamplingFields
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {
-    "anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS}]
-}
+_PROMPT = {"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS}]}
 MAX_PROMPTS = 1024
 
 

@@ -28,7 +28,9 @@ class Body(BaseModel):
     def _tell_of_unknown_fields(self) -> Body:
         unknown = set(self.model_extra or {}) - IGNORED
         if unknown:
-            log.warning("fields of a request were ignored, for they are not known: %s", ", ".join(sorted(unknown))[:500])
+            log.warning(
+                "fields of a request were ignored, for they are not known: %s", ", ".join(sorted(unknown))[:500]
+            )
         return self
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import io
 import json
+import socket
+import sys
 
 import jax
 import pytest
@@ -13,6 +15,9 @@ from jpaged_models import GenerationDefaults, save_checkpoint
 from tiny import greedy_reference, tiny_model, word_tokenizer
 
 from jpaged import LLM, SamplingParams, cli
+from jpaged.cli_options import ENGINE, pick
+from jpaged.commands import serve
+from jpaged.server.settings import ServerSettings
 
 SIZES = ["--max-model-len", "64", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
@@ -92,7 +97,8 @@ def test_every_option_goes_somewhere():
     assert set(cli.ENGINE) <= set(inspect.signature(LLM).parameters)
     for name in (*cli.SAMPLING, *cli.ENGINE):
         flag = "--" + name.replace("_", "-")
-        value = [] if name == "ignore_eos" else ["float32" if name.endswith("dtype") else "1"]
+        value = {"ignore_eos": [], "enable_prefix_caching": [], "scheduling_policy": ["fair"]}.get(name, ["1"])
+        value = ["float32"] if name.endswith("dtype") else value
         assert name in vars(cli.make_parser().parse_args(["generate", "m", flag, *value]))
 
 
@@ -122,7 +128,7 @@ def test_version(capsys):
     assert jax.default_backend() in found["attention"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["version", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in ("version", "generate", "serve"))])
 def test_help(arguments, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(arguments)
@@ -133,3 +139,49 @@ def test_without_a_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main([])
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err
+
+
+def test_serve_finds_mistakes_before_a_model_is_loaded(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("jpaged.llm.LLM", Recorder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, says in (
+            (["--port", port], f"cannot listen at 127.0.0.1 port {port}: Address already in use"),
+            (["--port", "70000"], "port must be in [0, 65535], got 70000"),
+            (["--tool-call-parser", "x"], "tool_call_parser must be one of hermes, llama3_json, mistral, got 'x'"),
+            (["--chat-template", str(tmp_path / "none.jinja")], "none.jinja"),
+            (["--allowed-origins", '"*"'], '--allowed-origins must be a JSON list of texts, got "*"'),
+        ):
+            assert cli.main(["serve", "some/model", *arguments]) == 1
+            captured = capsys.readouterr().err
+            assert captured.startswith("jpaged serve: error: ") and says in captured and captured.count("\n") == 1
+
+
+def test_serve_without_its_packages(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jpaged.server.serving", None)
+    assert cli.main(["serve", "some/model"]) == 1
+    assert 'pip install "jpaged[server]"' in capsys.readouterr().err
+
+
+def test_serve_reads_its_options(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert serve.read_template(str(file)) == serve.read_template("{{ messages }}") == "{{ messages }}"
+    arguments = [
+        "serve",
+        "m",
+        "--served-model-name",
+        "a",
+        "b",
+        "--api-key",
+        "k",
+        "--max-queue-len",
+        "3",
+        "--decode-steps",
+        "2",
+    ]
+    options = vars(cli.make_parser().parse_args([*arguments, "--no-enable-prefix-caching"]))
+    assert options["served_model_name"] == ["a", "b"] and options["api_key"] == ["k"]
+    assert pick(options, ENGINE) == {"decode_steps": 2, "enable_prefix_caching": False}
+    assert pick(options, serve.SETTINGS) == {"max_queue_len": 3}
+    assert set(serve.SETTINGS) | set(serve.LISTS) < {field.name for field in dataclasses.fields(ServerSettings)}

@@ -18,6 +18,7 @@ class MistralParser:
     def __init__(self) -> None:
         self.text = ""  # not given out yet
         self.inside = False
+        self.called = False
 
     def feed(self, text: str) -> list[Piece]:
         self.text += text
@@ -29,19 +30,22 @@ class MistralParser:
                     return pieces
                 calls, self.text = found
                 pieces += calls
-                self.inside = False
+                self.inside, self.called = False, True
             before, mark, after = self.text.partition(MARK)
             if not mark:
                 keep = len(self.text) - count_held(self.text, (MARK,))
-                pieces += [self.text[:keep]] if self.text[:keep].strip() or not pieces and keep else []
+                pieces += self._content(self.text[:keep])
                 self.text = self.text[keep:]
                 return pieces
-            pieces += [before] if before.strip() else []
+            pieces += self._content(before)
             self.text, self.inside = after, True
 
     def finish(self) -> list[Piece]:
         text, self.text = self.text, ""
         return [MARK * self.inside + text] if text or self.inside else []
+
+    def _content(self, text: str) -> list[Piece]:
+        return [text] if text and not (self.called and text.isspace()) else []
 
     def _read(self) -> tuple[list[ToolCall], str] | None:
         """(calls, the text after them) at the beginning of the text; None while they are not whole."""

@@ -23,6 +23,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 SIZES = ["--max-model-len", "128", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
+# Programs run once or twice: what is slow is to compile them. And none of them is to go to the user's cache folder.
+QUICK = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
 
 
 class ServerProcess:
@@ -35,7 +40,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_ENABLE_COMPILATION_CACHE": "false"},
+            env={**os.environ, **QUICK, "PYTHONPATH": os.pathsep.join(paths)},
         )
         assert self.process.stdout is not None
         lines = []
