@@ -26,10 +26,15 @@ SMOKE_FILES = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(ROOT / "tests").as_posix() in SMOKE_FILES:
+        file = item.path.relative_to(ROOT / "tests").as_posix()
+        if file in SMOKE_FILES:
             item.add_marker(pytest.mark.smoke)
+        # With xdist a file's tests run in one process, and so do all that use the one server process.
+        served = "server" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("server" if served else file))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -98,7 +98,7 @@ def test_every_option_goes_somewhere():
     for name in (*cli.SAMPLING, *cli.ENGINE):
         flag = "--" + name.replace("_", "-")
         value = {"ignore_eos": [], "enable_prefix_caching": [], "scheduling_policy": ["fair"]}.get(name, ["1"])
-        value = ["float32"] if name.endswith("dtype") else value
+        value = ["float32"] if name.endswith("dtype") else ["int8"] if name == "quantization" else value
         assert name in vars(cli.make_parser().parse_args(["generate", "m", flag, *value]))
 
 
@@ -167,20 +167,9 @@ def test_serve_reads_its_options(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")
     assert serve.read_template(str(file)) == serve.read_template("{{ messages }}") == "{{ messages }}"
-    arguments = [
-        "serve",
-        "m",
-        "--served-model-name",
-        "a",
-        "b",
-        "--api-key",
-        "k",
-        "--max-queue-len",
-        "3",
-        "--decode-steps",
-        "2",
-    ]
-    options = vars(cli.make_parser().parse_args([*arguments, "--no-enable-prefix-caching"]))
+    own = ["--served-model-name", "a", "b", "--api-key", "k", "--max-queue-len", "3"]
+    arguments = ["serve", "m", *own, "--decode-steps", "2", "--no-enable-prefix-caching"]
+    options = vars(cli.make_parser().parse_args(arguments))
     assert options["served_model_name"] == ["a", "b"] and options["api_key"] == ["k"]
     assert pick(options, ENGINE) == {"decode_steps": 2, "enable_prefix_caching": False}
     assert pick(options, serve.SETTINGS) == {"max_queue_len": 3}
