@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.prefix_index import PrefixIndex
 from jpaged.request import Request
 from jpaged.schedule import Schedule
 
@@ -27,6 +28,16 @@ def check_group(request: Request, config: EngineConfig, room: int) -> None:
             f"{width} beams of a prompt of {prompt} tokens with max_tokens={request.max_tokens} may need {most} "
             f"blocks of {size} tokens, but only {room} can be had"
         )
+
+
+def blocks_to_start(request: Request, index: PrefixIndex, block_size: int) -> tuple[int, int]:
+    """(blocks that the other beams of a group count when they start, blocks that get a name only then)."""
+    # Full blocks that get no name of their own, because another sequence has them: each beam counts a copy.
+    columns = request.block_keys[len(request.chain) : request.prefill_target // block_size]
+    known = [index.blocks.get(key) for key in columns]
+    unnamed = sum(block is not None and block.locks > 0 for block in known)
+    own = (len(request.group) - 1) * (unnamed + (request.prefill_target % block_size > 0))
+    return own, 0 if request.block_keys else request.prefill_target // block_size
 
 
 def advance_groups(plan: Schedule, live: np.ndarray, tokens: np.ndarray, records: np.ndarray) -> list[list[Request]]:

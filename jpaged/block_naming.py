@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jpaged.config import EngineConfig
 from jpaged.features import Feature
-from jpaged.prefix_index import PrefixIndex, block_key
+from jpaged.prefix_index import PrefixIndex, block_key, root_key
 from jpaged.request import Request
 from jpaged.schedule import Order
 from jpaged.slots import SlotCounts
@@ -23,12 +23,15 @@ class BlockNaming:
         self.counts = counts
 
     def hash_blocks(self, request: Request) -> None:
-        """Know the keys of all full blocks of the request's tokens, as far as caching is on.
+        """Know the keys of all full blocks of the request's tokens, if caching is on or it has keys of its own.
 
         A prompt whose log-probabilities are wanted has none: all of its tokens are to be computed.
         """
-        if not self.config.enable_prefix_caching or request.features & Feature.PROMPT_LOGPROBS:
-            return
+        caching = self.config.enable_prefix_caching or request.block_keys
+        if caching and not request.features & Feature.PROMPT_LOGPROBS:
+            self._hash(request)
+
+    def _hash(self, request: Request) -> None:
         size, keys = self.config.block_size, request.block_keys
         for start in range(len(keys) * size, request.num_tokens - size + 1, size):
             parent = keys[-1] if keys else request.root_key
@@ -60,13 +63,44 @@ class BlockNaming:
             orders.append((slot, column, chain[-1].name))
             self.counts.add_named(slot)
 
-    def leave_slot(self, request: Request, orders: list[Order]) -> None:
-        """A sequence leaves its slot: what it computed stays to be found, as far as it is known and orders allow."""
-        if request.prefilled >= request.prefill_target:
-            self.hash_blocks(request)
-        if request.block_keys and request.prefilled >= request.prefill_target:
+    def leave_slot(self, request: Request, orders: list[Order], *, swapped: bool) -> list[bytes]:
+        """A sequence leaves its slot: what it computed stays to be found, as far as it is known and orders allow.
+
+        Returns the keys of the blocks, from the first on, that stay. Without caching only those of a request that is
+        swapped out do, under keys that nobody else can know, until all outputs of its prompt have ended (`forget`).
+        """
+        computed = request.prefilled >= request.prefill_target
+        if self.config.enable_prefix_caching:
+            if computed:
+                self.hash_blocks(request)
+        elif swapped and not request.features & Feature.PROMPT_LOGPROBS:
+            self._make_private(request)
+        if request.block_keys and (self.config.enable_prefix_caching or swapped):
             tokens = min(int(self.counts.kv_known[request.slot]), request.num_tokens)
             room = self.config.max_blocks_per_seq + 4 * self.config.max_num_seqs - len(orders)
-            self.name_blocks(request, tokens, orders, room, leaving=True)
+            self.name_blocks(request, tokens if computed else request.prefilled, orders, room, leaving=True)
+        keys: list[bytes] = []
+        for block in request.chain:
+            if block.key is None:
+                break
+            keys.append(block.key)
         self.index.unlock(request.chain, request.priority)
         request.chain = []
+        return keys
+
+    def _make_private(self, request: Request) -> None:
+        """Give a request keys that only it and its siblings have, those blocks included that they share already."""
+        request.root_key = root_key("request", request.arrival)
+        self._hash(request)
+        parent = None
+        for block, key in zip(request.chain, request.block_keys, strict=False):
+            if block.key is None and key not in self.index.blocks:
+                self.index.give_key(block, key, parent)
+            parent = block
+
+    def forget(self, request: Request) -> None:
+        """A request has ended. Without caching nobody comes back to its blocks once all outputs of its prompt have."""
+        if not self.config.enable_prefix_caching and request.group_finished:
+            for key in {key for each in request.group for key in each.block_keys}:
+                if key in self.index.blocks:
+                    self.index.forget(self.index.blocks[key])

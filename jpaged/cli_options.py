@@ -8,7 +8,7 @@ from typing import Any
 
 from jpaged_models import QUANTIZATIONS
 
-from jpaged.config import KV_CACHE_DTYPES
+from jpaged.config import KV_CACHE_DTYPES, PREEMPTION_MODES
 from jpaged.policies import POLICIES
 from jpaged.sampling_params import SamplingParams
 
@@ -38,6 +38,8 @@ ENGINE = (
     "block_size",
     "kv_cache_dtype",
     "kv_cache_memory_bytes",
+    "preemption",
+    "swap_space",
     "seed",
     "memory_fraction",
     "enable_prefix_caching",
@@ -79,6 +81,8 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: 16)")
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of keys and values (default: auto, as --dtype)")
     add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory for KV blocks (default: what is of use)")
+    add("--preemption", choices=PREEMPTION_MODES, help="of prompts that make way for others (default: auto)")
+    add("--swap-space", type=float, metavar="GIB", help="host memory for their KV blocks (default: 4)")
     add("--seed", type=int, metavar="N", help="the same seed and prompts give the same outputs (default: 0)")
     add(
         "--gpu-memory-utilization",

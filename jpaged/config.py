@@ -11,6 +11,9 @@ import numpy as np
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 DECODE_ROWS_MIN = 8  # a bf16 matrix product with fewer rows leaves XLA:CPU's fast path
 TOKEN_BUCKET_MIN = 32
+# A step of 132 tokens costs as much as its bucket of 256. Below this share, fill the smaller bucket instead.
+MIN_BUCKET_FILL = 0.7
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class EngineConfig:
                             compiled, and no step is cut down to fill one
     kv_cache_dtype          what keys and values are stored in, one of KV_CACHE_DTYPES; "auto": the model's dtype
     enable_prefix_caching   keep the full blocks of what was computed for later prompts that begin alike
+    preemption              what becomes of the blocks of a sequence that makes way, one of PREEMPTION_MODES: computed
+                            again, copied to the host and back, or whichever took less time when both were measured
+    swap_space_bytes        host memory for blocks of such sequences; 0 leaves none, so all is computed again
     max_stop_ids            stop ids of a request that the device looks at; the host looks at the rest
     max_logprobs            most tokens a request may ask log-probabilities of
     max_logit_bias          most entries of logit_bias in a request (with min_tokens, its stop ids count too)
@@ -50,6 +56,8 @@ class EngineConfig:
     watermark: float = 0.01
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
+    preemption: str = "auto"
+    swap_space_bytes: int = 4 << 30
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     free_padding: bool = False
@@ -85,6 +93,10 @@ class EngineConfig:
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")
         check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.preemption not in PREEMPTION_MODES:
+            raise ValueError(f"preemption must be one of {list(PREEMPTION_MODES)}, got {self.preemption!r}")
+        if not isinstance(self.swap_space_bytes, int) or self.swap_space_bytes < 0:
+            raise ValueError(f"swap_space_bytes must be an integer of at least 0, got {self.swap_space_bytes!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "
@@ -153,6 +165,16 @@ def grow_sizes(first: int, last: int, growth: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= growth
     return (*sizes, last)
+
+
+def cut_to_bucket(buckets: tuple[int, ...], size: int, least: int, most: int) -> int:
+    """How large a step may be that would have `size` tokens: `most`, unless it computes mostly padding.
+
+    Then the bucket below, if it holds more than `least`.
+    """
+    bucket = pick_bucket(buckets, max(size, 1))
+    smaller = buckets[max(buckets.index(bucket) - 1, 0)]
+    return smaller if size < MIN_BUCKET_FILL * bucket and least < smaller < size else most
 
 
 def pick_bucket(buckets: tuple[int, ...], size: int) -> int:

@@ -15,6 +15,7 @@ from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import check_controls, find_features, next_mask
 from jpaged.features import Feature
+from jpaged.memory import block_bytes, pick_kv_dtype
 from jpaged.output_text import OutputText
 from jpaged.policies import SchedulingPolicy, make_policy
 from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
@@ -23,8 +24,9 @@ from jpaged.request import Request
 from jpaged.runner import Dispatched, Runner
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.stats import EngineStats, PrefixCacheStats, StatsCollector, StepTiming
+from jpaged.stats import EngineStats, PrefixCacheStats, StatsCollector, StepTiming, SwapStats
 from jpaged.structured import GrammarCompiler, GrammarQueue
+from jpaged.tiers import HostStore
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,13 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
         self.model_key = root_key(loaded.config, config.kv_cache_dtype, loaded.quantization)
-        self.scheduler = Scheduler(config, make_policy(scheduling_policy), eviction_policy)
-        self.runner = Runner(loaded, config)
+        kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
+        swap_bytes = 0 if config.preemption == "recompute" else config.swap_space_bytes
+        store = HostStore(block_bytes(loaded.config, config.block_size, kv_dtype), swap_bytes)
+        policy = make_policy(scheduling_policy)
+        self.scheduler = Scheduler(config, policy, eviction_policy, store, self._swap_pays)
+        self.runner = Runner(loaded, config, store)
+        self.copy_seconds: float | None = None  # of a block to the host and back, once measured
         self.collector = StatsCollector(config.num_blocks - 1, config.block_size)
         self.requests: dict[str, Request] = {}
         self.attended: set[str] = set()  # those the host has work for at every token: stop strings, masks, records
@@ -120,7 +127,7 @@ class Engine:
         )
         request.features = find_features(request)
         check_controls(request, self.model.vocab_size, self.config)
-        self.scheduler.check_length(request)
+        request.check_length(self.config.max_model_len)
         if beams is not None:
             request.beams = BeamGroup(beams, request.max_tokens)
         outputs = params.n if beams is None else beams.beam_width
@@ -227,7 +234,7 @@ class Engine:
         timing.total = end - (self.last_step_end or start)
         self.last_step_end = end if self.has_unfinished() else None
         if dispatched is not None:
-            self.collector.timings.append(timing)
+            self.collector.record_time(timing, dispatched.schedule.num_tokens if dispatched.schedule.prefill else 0)
         if self.last_step_end is None:
             self.audit()
         return touched
@@ -253,6 +260,19 @@ class Engine:
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
         """Compile every program an engine of this configuration can need. Calls on_program(name) when one is ready."""
         self.runner.warm_up(on_program)
+        if self.config.preemption == "auto" and self.scheduler.store.in_use:
+            self.copy_seconds = self.runner.measure_copies()
+
+    def _swap_pays(self, blocks: int) -> bool:
+        """Whether a sequence that makes way is better copied than computed again: by what both took, measured."""
+        if self.config.preemption == "swap":
+            return True
+        rate = self.collector.prefill_rate
+        if rate is None:  # nothing to compare with yet
+            return True
+        if self.copy_seconds is None:
+            self.copy_seconds = self.runner.measure_copies()
+        return blocks * self.copy_seconds < blocks * self.config.block_size / rate
 
     def stats(self) -> EngineStats:
         """A snapshot; waits for the step under way."""
@@ -270,6 +290,20 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions,
+            swap=self._count_swap(),
+        )
+
+    def _count_swap(self) -> SwapStats:
+        swapping, store = self.scheduler.swapping, self.scheduler.store
+        return SwapStats(
+            preemptions=swapping.swapped,
+            saved_blocks=swapping.saved,
+            saved_bytes=swapping.saved * store.block_bytes,
+            restored_blocks=swapping.restored,
+            restored_bytes=swapping.restored * store.block_bytes,
+            held_blocks=len(store.holds),
+            host_blocks=len(store.blocks),
+            host_bytes=len(store.blocks) * store.block_bytes,
         )
 
     def _read(self, dispatched: Dispatched, timing: StepTiming) -> list[Request]:

@@ -32,6 +32,7 @@ from jpaged.prefix_index import EvictionPolicy
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
+from jpaged.validation import as_number
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt" too.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -65,6 +66,9 @@ class LLM:
     watermark               share of the pool that admission leaves free
     async_scheduling        plan a step while the previous one runs
     enable_prefix_caching   keep computed blocks for later prompts that begin with the same tokens
+    preemption              what becomes of a sequence that makes way when memory runs out: "recompute" computes it
+                            again, "swap" copies its blocks to host memory and back, "auto" does what takes less time
+    swap_space              GiB of host memory for such blocks, taken as they are needed
     scheduling_policy       who is served first: "fcfs", "priority", "fair" or an object (see jpaged/policies.py)
     eviction_policy         which cached block goes first: an object (see EvictionPolicy in jpaged/prefix_index.py); by
                             default the least recently used
@@ -99,6 +103,8 @@ class LLM:
         watermark: float = 0.01,
         async_scheduling: bool = True,
         enable_prefix_caching: bool = True,
+        preemption: str = "auto",
+        swap_space: float = 4.0,
         scheduling_policy: str | SchedulingPolicy = "fcfs",
         eviction_policy: EvictionPolicy | None = None,
         attention_backend: str = "auto",
@@ -144,6 +150,8 @@ class LLM:
             watermark=watermark,
             async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            swap_space_bytes=_gib_to_bytes("swap_space", swap_space),
             attention_backend=attention_backend,
             linear_backend=linear_backend,
             max_logprobs=max_logprobs,
@@ -436,6 +444,12 @@ class LLM:
 
 def _salt_of(item: Prompt) -> str | None:
     return item.get("cache_salt") if isinstance(item, Mapping) else None
+
+
+def _gib_to_bytes(name: str, gib: float) -> int:
+    if not 0.0 <= as_number(name, gib) < float("inf"):
+        raise ValueError(f"{name} must be 0 or more, in GiB, got {gib!r}")
+    return int(gib * 2**30)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

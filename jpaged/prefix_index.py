@@ -160,8 +160,14 @@ class PrefixIndex:
                 self.policy.add(block)
                 self.num_evictable += 1
 
-    def pin(self, chain: list[NamedBlock]) -> int:
-        """Keep a chain of blocks until `unpin` is called with the number returned."""
+    def pin(self, chain: list[NamedBlock], most: int) -> int:
+        """Keep a chain of blocks until `unpin` is called with the number returned. ValueError for more than `most`."""
+        pinned = self.num_pinned + sum(not block.pins for block in chain)
+        if pinned > most:
+            raise ValueError(
+                f"{pinned} blocks would be pinned, but at most {most} may be: the others must hold a sequence of "
+                "max_model_len"
+            )
         self.lock(chain)
         for block in chain:
             self.num_pinned += not block.pins
@@ -178,10 +184,20 @@ class PrefixIndex:
             self.num_pinned -= not block.pins
         self.unlock(chain)
 
-    def evict(self) -> int:
-        """Take one block out of the index, garbage first. Returns its name; IndexError if all are locked."""
+    def touch(self, blocks: Sequence[NamedBlock]) -> None:
+        """Of those that nobody locks, let a chain of blocks be the last used."""
+        for block in reversed(blocks):
+            if not block.locks:
+                self.policy.remove(block)
+                self.policy.add(block)
+
+    def evict(self) -> tuple[int, bytes | None]:
+        """Take one block out of the index, garbage first. IndexError if all are locked.
+
+        Returns its name and key; None for garbage, which nobody can ask for.
+        """
         if self.garbage:
-            return self._give_back(self.garbage.pop())
+            return self._give_back(self.garbage.pop()), None
         if not self.num_evictable:
             raise IndexError("every named block is locked by a sequence or a pin")
         block = self.policy.pick()
@@ -190,19 +206,32 @@ class PrefixIndex:
         self.policy.remove(block)
         self.num_evictable -= 1
         self.evictions += 1
+        key = block.key
         self._forget(block)
-        return self._give_back(block)
+        return self._give_back(block), key
+
+    def forget(self, block: NamedBlock) -> None:
+        """A block is not found any more: it is garbage, if locked as soon as nobody locks it."""
+        self._forget(block)
+        if not block.locks:
+            self.policy.remove(block)
+            self.num_evictable -= 1
+            self.garbage.append(block)
+
+    def give_key(self, block: NamedBlock, key: bytes, parent: NamedBlock | None) -> None:
+        """Let a block that has no key be found by one that is not known."""
+        assert block.key is None and key not in self.blocks and block.locks
+        block.key, block.parent = key, parent
+        self.blocks[key] = block
+        if parent is not None:
+            parent.children.add(block)
 
     def forget_all(self) -> None:
         """No block is found any more and no pin holds; those that nobody locks become garbage, the others later."""
         for pin in list(self.pins):
             self.unpin(pin)
         for block in list(self.blocks.values()):
-            self._forget(block)
-            if not block.locks:
-                self.policy.remove(block)
-                self.num_evictable -= 1
-                self.garbage.append(block)
+            self.forget(block)
 
     def close_plan(self) -> None:
         """The plan under way is complete: names that go in it may be given again by the next."""

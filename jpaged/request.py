@@ -67,6 +67,7 @@ class Request:
     root_key: bytes = b""  # what the content of its blocks depends on besides the tokens: see prefix_index.py
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     chain: list[NamedBlock] = field(default_factory=list)  # the blocks it has locked, from the first on
+    kept: list[bytes] = field(default_factory=list)  # keys of the blocks it comes back to, while it is swapped out
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # why it failed (finish_reason "error")
@@ -117,6 +118,15 @@ class Request:
         for request in group:
             request.siblings = group
         self.forks = forks
+
+    def check_length(self, limit: int) -> None:
+        """Raises ValueError for a prompt that can never run where a sequence has at most `limit` tokens."""
+        length = len(self.prompt_token_ids)
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
+                f"at most {limit - 1} are allowed"
+            )
 
     def prompt_token(self, position: int) -> int:
         """The prompt's token at `position`, -1 past its end."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,6 +17,14 @@ from flax import nnx
 from jpaged_models import LoadedModel, describe_backend, pack_model, pick_linear_backend, prefer_huge_pages
 
 from jpaged.audit import AllocatorError, audit, check
+from jpaged.block_copies import (
+    COPIED_AT_ONCE,
+    content_shapes,
+    join_content,
+    load_blocks,
+    save_blocks,
+    split_content,
+)
 from jpaged.config import EngineConfig, pick_bucket
 from jpaged.control_rows import CONTROL_ROW, empty_row, make_row
 from jpaged.controls import Controls, write_controls, write_masks
@@ -23,10 +33,11 @@ from jpaged.memory import pick_kv_dtype
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
-from jpaged.schedule import PrefillChunk, Schedule
+from jpaged.schedule import Load, PrefillChunk, Save, Schedule
 from jpaged.state import count_blocks, init_state
 from jpaged.stats import BlockCounts
 from jpaged.step import Records, StepResult, StepSpec, decode_loop, mixed_step, unpack_result
+from jpaged.tiers import HostStore, StoredBlock
 
 log = logging.getLogger(__name__)
 Program = Any  # what jax.jit returns
@@ -41,6 +52,15 @@ class Dispatched(NamedTuple):
     rows: int
     result: jax.Array
     records: Records
+    loaded: list[jax.Array]  # bool[] for each program that loaded blocks before it
+    saved: int  # programs that saved blocks, until then
+
+
+class Saving(NamedTuple):
+    """Blocks on their way to the host."""
+
+    content: list[jax.Array]
+    blocks: list[StoredBlock]
 
 
 class Programs(NamedTuple):
@@ -52,6 +72,8 @@ class Programs(NamedTuple):
     audit: Program
     write_controls: Program
     write_masks: Program
+    save_blocks: Program
+    load_blocks: Program
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,6 +102,8 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int
         audit=build_count(audit, config.block_size),
         write_controls=build_writer(write_controls),
         write_masks=build_writer(write_masks),
+        save_blocks=build_copy(save_blocks, ()),
+        load_blocks=build_copy(load_blocks, (0, 1, 2)),
     )
 
 
@@ -93,11 +117,19 @@ def build_writer(write: Callable[..., Controls]) -> Program:
     return jax.jit(write, donate_argnums=0)
 
 
+@functools.lru_cache
+def build_copy(copy: Callable[..., Any], donated: tuple[int, ...]) -> Program:
+    return jax.jit(copy, donate_argnums=donated)
+
+
 class Runner:
     """Runs schedules on the device, in the order they are dispatched."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, store: HostStore) -> None:
         self.config = config
+        self.store = store
+        self.saving: deque[Saving] = deque()
+        self.num_saved = 0  # programs that saved blocks and were waited for
         self.vocab_size = loaded.config.vocab_size
         linear = pick_linear_backend(config.linear_backend)
         attention = config.attention_backend
@@ -110,19 +142,23 @@ class Runner:
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
         prefer_huge_pages(jax.tree.leaves(self.state.cache))
+        self.content_shapes = content_shapes(self.state.cache)
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
-        """Start a step and return without waiting for it."""
+        """Start a step, with the copies that go before it, and return without waiting for them."""
+        self._save(schedule.save)
+        loaded = self._load(schedule.load)
         if schedule.prefill:
             layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.size)]
         else:
             layout, program = self.programs.decode[pick_bucket(self.config.decode_buckets, len(schedule.decode))]
-        return self._run(layout, program, schedule)
+        return self._run(layout, program, schedule)._replace(loaded=loaded, saved=self.num_saved + len(self.saving))
 
     def read(self, dispatched: Dispatched) -> StepResult:
         """Wait for a step's result. Raises RuntimeError if its allocation failed: the host's count was wrong."""
         result = unpack_result(np.asarray(dispatched.result), dispatched.rows)
-        if not result.ok:
+        self._finish_saving(dispatched.saved)
+        if not result.ok or not all(map(bool, dispatched.loaded)):
             raise RuntimeError(
                 "the block allocator ran out inside a step, although the scheduler counts every block before it "
                 f"admits: {result.counts.free} blocks free, {dispatched.schedule.num_tokens} tokens scheduled. "
@@ -141,11 +177,19 @@ class Runner:
             if on_program:
                 on_program(name)
 
+        def compile_copies() -> None:
+            state, names = self.state, np.zeros(COPIED_AT_ONCE, np.int32)
+            self.programs.save_blocks.lower(state.cache, state.tables, state.named, self._padded_places()).compile()
+            load = self.programs.load_blocks
+            load.lower(state.cache, state.pool, state.named, names, self.content_shapes).compile()
+
         # Largest first: the last one to finish should be a short one.
         todo = [(f"mixed {size}", *each) for size, each in reversed(self.programs.mixed.items())]
         todo += [(f"decode {size}", *each) for size, each in reversed(self.programs.decode.items())]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
-            for done in [pool.submit(compile_one, *each) for each in todo]:
+            jobs = [pool.submit(compile_one, *each) for each in todo]
+            jobs += [pool.submit(compile_copies)] if self.store.in_use else []
+            for done in jobs:
                 done.result()
         # XLA:CPU prepares the parts of a program when they first run, so each is run once: on a request of one token
         # in slot 0, whose block the next plan releases.
@@ -163,6 +207,17 @@ class Runner:
         self.write_masks([0], [row.mask])
         self.count_blocks()
         self.audit()
+        if self.store.in_use:
+            self._copy_nothing()
+
+    def measure_copies(self) -> float:
+        """Seconds that a block takes to the host and back."""
+        times = []
+        for _ in range(4):  # the first may compile
+            start = time.perf_counter()
+            self._copy_nothing()
+            times.append(time.perf_counter() - start)
+        return min(times[1:]) / COPIED_AT_ONCE
 
     def write_masks(self, slots: list[int], masks: list[np.ndarray]) -> None:
         """Write masks i32[W] of allowed tokens, MASKS_AT_ONCE in one dispatch."""
@@ -197,7 +252,59 @@ class Runner:
             if request.features & CONTROL_ROW:
                 self._write_controls(request.slot, make_row(request, self.vocab_size, self.config))
         self.state, result, records = program(self.params, self.state, pack_plan(schedule, layout))
-        return Dispatched(schedule, layout.rows, result, records)
+        return Dispatched(schedule, layout.rows, result, records, [], 0)
+
+    def _save(self, saves: Sequence[Save]) -> None:
+        """Start to copy blocks to the host."""
+        for start in range(0, len(saves), COPIED_AT_ONCE):
+            some = saves[start : start + COPIED_AT_ONCE]
+            places = self._padded_places()
+            places[:, : len(some)] = np.array([save[:3] for save in some], np.int32).T
+            self.saving.append(Saving(self._start_saving(places), [save.block for save in some]))
+
+    def _start_saving(self, places: np.ndarray) -> list[jax.Array]:
+        content = self.programs.save_blocks(self.state.cache, self.state.tables, self.state.named, places)
+        for array in content:
+            array.copy_to_host_async()
+        return content
+
+    def _finish_saving(self, until: int) -> None:
+        """Hand the store what the first `until` programs that saved blocks have read."""
+        while self.num_saved < until:
+            content, blocks = self.saving.popleft()
+            for block, data in zip(blocks, split_content(content, len(blocks)), strict=True):
+                self.store.arrive(block, data)
+            self.num_saved += 1
+
+    def _load(self, loads: Sequence[Load]) -> list[jax.Array]:
+        """Start to copy blocks to the device. Returns for each program whether it could, bool[]."""
+        if any(load.block.data is None for load in loads):
+            self._finish_saving(self.num_saved + len(self.saving))
+        done = []
+        for start in range(0, len(loads), COPIED_AT_ONCE):
+            some = loads[start : start + COPIED_AT_ONCE]
+            names = np.zeros(COPIED_AT_ONCE, np.int32)
+            names[: len(some)] = [load.name for load in some]
+            content = join_content([load.block for load in some], self.content_shapes)
+            done.append(self._start_loading(names, content))
+        return done
+
+    def _start_loading(self, names: np.ndarray, content: list[np.ndarray]) -> jax.Array:
+        state = self.state
+        cache, pool, named, ok = self.programs.load_blocks(state.cache, state.pool, state.named, names, content)
+        self.state = state._replace(cache=cache, pool=pool, named=named)
+        return ok
+
+    def _copy_nothing(self) -> None:
+        """Copy the null block K times to the host, and as many blocks to nowhere."""
+        blocks = split_content(self._start_saving(self._padded_places()), COPIED_AT_ONCE)
+        content = join_content([StoredBlock(b"", block) for block in blocks], self.content_shapes)
+        jax.block_until_ready(self._start_loading(np.zeros(COPIED_AT_ONCE, np.int32), content))
+
+    def _padded_places(self) -> np.ndarray:
+        places = np.zeros((3, COPIED_AT_ONCE), np.int32)
+        places[0] = self.config.max_num_seqs
+        return places
 
     def _write_controls(self, slot: int, row: Controls) -> None:
         controls = self.programs.write_controls(self.state.controls, np.int32(slot), row)

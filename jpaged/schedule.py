@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.request import Request
+from jpaged.tiers import StoredBlock
 
 Order = tuple[int, int, int]  # slot, column, name of a block
+
+
+class Save(NamedTuple):
+    """A block to copy to the host before the step: the one called `name`, or, without (0), a place in the tables."""
+
+    slot: int
+    column: int
+    name: int
+    block: StoredBlock
+
+
+class Load(NamedTuple):
+    """A block to copy to the device before the step; from then on it is called `name`."""
+
+    name: int
+    block: StoredBlock
 
 
 @dataclass(slots=True)
@@ -36,6 +54,8 @@ class Schedule:
     share: list[Order] = field(default_factory=list)  # blocks that admitted sequences begin with
     fork: list[Order] = field(default_factory=list)  # slots that become copies: slot, slot it is copied from, 1
     beam: list[Order] = field(default_factory=list)  # slots that become beams: slot, slot of beam 0, number + 1
+    save: list[Save] = field(default_factory=list)  # blocks that this step gives up and the host wants
+    load: list[Load] = field(default_factory=list)  # blocks that admitted sequences begin with and the host has
     admit: list[Request] = field(default_factory=list)  # requests that take a slot in this step
     decode: list[Request] = field(default_factory=list)
     decode_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))

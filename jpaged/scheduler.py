@@ -8,8 +8,8 @@ allocator cannot run out and a step can be planned before the tokens of the one 
 
 A policy (policies.py) says who is next and who makes way; by default first come, first served. Decoding sequences
 come first in the token budget; what is left goes to prompts, in chunks. When the pool is full, the last of the order is
-preempted: its blocks are released and it waits to be computed again from its tokens (recompute, Kwon et al. 2023,
-section 4.5).
+preempted: it gives up its slot and waits to go on from its tokens. What others need of its blocks is copied to the host
+and back (swapping.py) or computed again (Kwon et al. 2023, section 4.5).
 
 Full blocks get names (prefix_index.py), prompt blocks in the plan that computes them: a prompt admitted later, even
 in the same plan, shares those it begins with and computes the rest. Since prompts are worked off in order, each with
@@ -19,22 +19,22 @@ all the budget that is left, two never compute the same block at once. What a se
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
 
-from jpaged.beam_groups import advance_groups, check_group
+from jpaged.beam_groups import advance_groups, blocks_to_start, check_group
 from jpaged.block_naming import BlockNaming
-from jpaged.config import EngineConfig, pick_bucket
+from jpaged.config import EngineConfig, cut_to_bucket
 from jpaged.features import Feature
 from jpaged.policies import FirstComeFirstServed, SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy, NamedBlock, PrefixIndex
 from jpaged.request import Request, Status
 from jpaged.schedule import Order, PrefillChunk, Schedule
 from jpaged.slots import SlotCounts
-
-# A step of 132 tokens costs as much as its bucket of 256. Below this share, fill the smaller bucket instead.
-MIN_BUCKET_FILL = 0.7
+from jpaged.swapping import Swapping
+from jpaged.tiers import HostStore
 
 
 class Scheduler:
@@ -45,7 +45,10 @@ class Scheduler:
         config: EngineConfig,
         policy: SchedulingPolicy | None = None,
         eviction_policy: EvictionPolicy | None = None,
+        store: HostStore | None = None,
+        swap_pays: Callable[[int], bool] = lambda blocks: True,
     ) -> None:
+        """store: host memory for blocks; None: there is none. swap_pays: see `Swapping`."""
         self.config = config
         self.usable_blocks = config.num_blocks - 1  # block 0 is the null block
         self.watermark_blocks = int(config.watermark * self.usable_blocks)
@@ -60,6 +63,8 @@ class Scheduler:
         self.counts = SlotCounts(config)
         self.index = PrefixIndex(config.num_names, eviction_policy)
         self.names = BlockNaming(config, self.index, self.counts)
+        self.store = HostStore(1) if store is None else store
+        self.swapping = Swapping(self.index, self.store, swap_pays)
         self.num_beams = 0  # running requests that are beams
         self.held_slots = 0  # free ones, for the other beams of groups whose prompt is being computed
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
@@ -71,7 +76,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError at once for a prompt that can never run."""
-        self.check_length(request)
+        request.check_length(self.config.max_model_len)
         if request.beams is not None:
             check_group(request, self.config, self.usable_blocks - self.index.num_pinned)
         self.names.hash_blocks(request)
@@ -85,24 +90,15 @@ class Scheduler:
         if request.slot >= 0:
             self.counts.held[request.slot] = False
 
-    def check_length(self, request: Request) -> None:
-        """Raises ValueError for a prompt that can never run."""
-        length, limit = len(request.prompt_token_ids), self.config.max_model_len
-        if length >= limit:
-            raise ValueError(
-                f"the prompt has {length} tokens, but max_model_len is {limit}, of which at least one is generated: "
-                f"at most {limit - 1} are allowed"
-            )
-
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its blocks are released by the next step. Finished ones are left alone."""
         if not request.finished:
             if request.beams is not None and request.status is not Status.WAITING:
                 self.held_slots -= len(request.forks)
-            self.end(request, "abort")
             for fork in request.forks:  # they are not queued before their prompt is computed
                 fork.finish("abort")
             request.forks = []
+            self.end(request, "abort")
 
     def end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request for a reason that only the host knows, or give a finished one that reason."""
@@ -112,7 +108,7 @@ class Scheduler:
         if status is Status.FINISHED:
             return
         if queued:
-            self.waiting.remove(request)
+            self._forget_waiting(request)
         else:
             self._retire(request)
 
@@ -124,6 +120,7 @@ class Scheduler:
         """Forget every cached block. Returns whether all of their memory is free (or will be after the next steps):
         False if running sequences still use some, which are freed with them."""
         self.index.forget_all()
+        self.store.clear()
         return len(self.index.garbage) == self.index.num_named
 
     def pin_prefix(self, keys: list[bytes]) -> tuple[int, int]:
@@ -132,14 +129,7 @@ class Scheduler:
         Raises ValueError where the blocks left over could no longer hold one sequence of max_model_len.
         """
         chain = self.index.match(keys)
-        pinned = self.index.num_pinned + sum(not block.pins for block in chain)
-        most = self.usable_blocks - self.config.max_blocks_per_seq
-        if pinned > most:
-            raise ValueError(
-                f"{pinned} blocks would be pinned, but at most {most} of {self.usable_blocks} may be: a sequence of "
-                f"max_model_len={self.config.max_model_len} tokens needs {self.config.max_blocks_per_seq}"
-            )
-        return self.index.pin(chain), len(chain)
+        return self.index.pin(chain, self.usable_blocks - self.config.max_blocks_per_seq), len(chain)
 
     # ------------------------------------------------------------------ one step
 
@@ -147,6 +137,7 @@ class Scheduler:
         """Plan the next step from counts alone. A plan without rows and releases means: nothing to do yet."""
         plan = Schedule(name_first=self.to_name)
         self.to_name = []
+        self.swapping.begin(self.free_blocks)
         self._release_finished(plan)
         self._pick_decode(plan)
         self._pick_prefill(plan)
@@ -267,7 +258,7 @@ class Scheduler:
         needed = max(-self.free_blocks, 0)
         spare = self.config.max_orders - sum(map(len, plan.orders))
         for _ in range(max(needed, min(len(self.index.garbage), spare))):
-            plan.drop.append((0, 0, self.index.evict()))
+            self.swapping.evict(plan)
         self.index.close_plan()
         if plan.has_work:
             self.steps_dispatched += 1
@@ -301,15 +292,21 @@ class Scheduler:
             return None
         self.names.hash_blocks(request)
         # At least one token is computed, for there must be something to sample from.
-        hits = self.index.match(request.block_keys[: (request.num_tokens - 1) // self.config.block_size])
+        keys = request.block_keys[: (request.num_tokens - 1) // self.config.block_size]
+        hits = self.index.match(keys)
+        stored = self.store.match(keys[len(hits) :])
         needed = -(-request.num_tokens // self.config.block_size) - len(hits)
         reserve = self.watermark_blocks if self.running else 0
         usable = self.available_blocks - sum(not block.locks for block in hits) - spoken_for
         evicted = max(needed + spoken_for - self.free_blocks, 0)
-        if needed > usable - reserve or len(hits) + evicted > self._order_room(plan):
+        room = self._order_room(plan)
+        if needed > usable - reserve or len(hits) + stored + evicted > room:
+            return None
+        growth = int(self.counts.growth(plan.decode_slots, self.config.decode_steps).sum())
+        if not self.swapping.make_room(plan, hits, stored, growth, room):
             return None
         self.waiting.remove(request)
-        self._admit(plan, request, hits)
+        self._admit(plan, request, hits, keys[len(hits) :])
         self.held_slots += beams - 1
         return request
 
@@ -318,9 +315,14 @@ class Scheduler:
         kept = max(self.config.max_filled_blocks - len(plan.name), 0)
         return self.config.max_orders - sum(map(len, plan.orders)) - kept
 
-    def _admit(self, plan: Schedule, request: Request, hits: list[NamedBlock]) -> None:
-        """Give the request a slot, the blocks it begins with, and reserve those of its other tokens."""
+    def _admit(self, plan: Schedule, request: Request, hits: list[NamedBlock], keys: list[bytes]) -> None:
+        """Give the request a slot, the blocks it begins with, and reserve those of its other tokens.
+
+        keys: of the blocks after the hits, which the host may have.
+        """
         self.index.lock(hits)
+        self.swapping.load(plan, keys, hits)
+        self.swapping.come_back(request)
         request.chain = hits
         self._start(plan, request, named=len(hits))
         request.prefilled = len(hits) * self.config.block_size
@@ -398,15 +400,9 @@ class Scheduler:
 
     def _beams_fit(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> bool:
         """Whether all beams of a group can start with the last token of their prompt, with slots held for them."""
-        width, size = len(request.group), self.config.block_size
-        left = request.prefill_target - request.prefilled
-        # Full blocks that get no name of their own, because another sequence has them: each beam counts a copy.
-        columns = request.block_keys[len(request.chain) : request.prefill_target // size]
-        known = [self.index.blocks.get(key) for key in columns]
-        unnamed = sum(block is not None and block.locks > 0 for block in known)
-        own = (width - 1) * (unnamed + (request.prefill_target % size > 0))
+        width, left = len(request.group), request.prefill_target - request.prefilled
+        own, named = blocks_to_start(request, self.index, self.config.block_size)
         evicted = max(own + spoken_for - self.free_blocks, 0)
-        named = 0 if request.block_keys else request.prefill_target // size
         fits = own <= self.available_blocks - spoken_for and 2 * width + evicted + named <= self._order_room(plan)
         return fits and left + width - 1 <= budget
 
@@ -421,12 +417,7 @@ class Scheduler:
                 break
             wanted += request.num_tokens - len(self.index.match(request.block_keys)) * self.config.block_size
         total = decode_rows + min(wanted, limit)
-        buckets = self.config.token_buckets
-        bucket = pick_bucket(buckets, max(total, 1))
-        smaller = buckets[max(buckets.index(bucket) - 1, 0)]
-        if total < MIN_BUCKET_FILL * bucket and decode_rows < smaller < total:
-            return smaller - decode_rows
-        return limit
+        return cut_to_bucket(self.config.token_buckets, total, decode_rows, limit + decode_rows) - decode_rows
 
     def _preempt_last(self, plan: Schedule) -> bool:
         """Send the last of the policy's order back to wait, beams all together. False if nobody else runs."""
@@ -436,12 +427,13 @@ class Scheduler:
         group = [each for each in victim.group if each.slot >= 0] if victim.beams is not None else [victim]
         if len(group) == len(self.running):
             return False
+        first = victim if victim.beams is None else victim.group[0]
         for request in group:
-            self._take_slot(plan, request)
-        first = victim
+            keys = self._take_slot(plan, request)
+            if request is first:
+                self.swapping.keep(first, keys)
         if victim.beams is not None:
             # Beams hang together: the group begins again from its prompt.
-            first = victim.group[0]
             self.held_slots -= len(first.forks)
             first.forks = victim.group[1:]
             victim.beams.restart()
@@ -451,18 +443,25 @@ class Scheduler:
         self.waiting.add(first)
         return True
 
-    def _take_slot(self, plan: Schedule, request: Request) -> None:
-        """A running request loses its slot and blocks in the plan that is being made."""
+    def _take_slot(self, plan: Schedule, request: Request) -> list[bytes]:
+        """A running request loses its slot in the plan that is being made. Returns the keys of blocks that stay."""
         slot = request.slot
         del self.running[slot]
         self.num_beams -= request.beams is not None
-        self.names.leave_slot(request, plan.name_first)
+        keys = self.names.leave_slot(request, plan.name_first, swapped=self.store.swap_blocks > 0)
         if request.status is Status.PREFILL:
             self.prefilling.remove(request)
         request.slot = -1
         request.status = Status.WAITING
         self._free_slot(slot)
         plan.release.append(slot)
+        return keys
+
+    def _forget_waiting(self, request: Request) -> None:
+        """A request that waits has ended."""
+        self.waiting.remove(request)
+        self.swapping.come_back(request)
+        self.names.forget(request)
 
     def _retire(self, request: Request) -> None:
         """A running request ended: its slot and blocks are released by the next plan."""
@@ -470,7 +469,8 @@ class Scheduler:
             self.prefilling.remove(request)
         del self.running[request.slot]
         self.num_beams -= request.beams is not None
-        self.names.leave_slot(request, self.to_name)
+        self.names.leave_slot(request, self.to_name, swapped=False)
+        self.names.forget(request)
         self.counts.decoding[request.slot] = False
         self.to_release.append(request.slot)
         request.slot = -1
@@ -489,6 +489,6 @@ class Scheduler:
         if not request.finished:
             return
         if queued:  # it was preempted while this step ran
-            self.waiting.remove(request)
+            self._forget_waiting(request)
         else:
             self._retire(request)

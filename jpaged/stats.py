@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 RECENT_STEPS = 512  # step times kept for the percentiles
+PREFILL_MEMORY = 0.95  # what a step counts for the prefill rate when the next one is read
 
 
 class BlockCounts(NamedTuple):
@@ -52,6 +53,20 @@ class PrefixCacheStats:
 
 
 @dataclass(frozen=True)
+class SwapStats:
+    """Blocks copied between the device and host memory."""
+
+    preemptions: int  # those that kept blocks on the host (of EngineStats.preemptions)
+    saved_blocks: int  # copied to the host
+    saved_bytes: int
+    restored_blocks: int  # copied back
+    restored_bytes: int
+    held_blocks: int  # room that waiting requests have now, though blocks may still be on the device
+    host_blocks: int  # blocks on the host now
+    host_bytes: int
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """Seconds of the last steps, and where the host's part of them went (medians)."""
 
@@ -82,6 +97,7 @@ class EngineStats:
     mean_utilization: float  # over steps, each weighted by its used blocks
     sharing_saving: float  # blocks saved by sharing over blocks without it, mean over steps
     prefix_cache: PrefixCacheStats
+    swap: SwapStats
     running: int
     waiting: int
     preemptions: int
@@ -125,6 +141,20 @@ class StatsCollector:
     token_sum: int = 0
     counts: BlockCounts = field(init=False)  # at the end of the last step that was read
     timings: deque[StepTiming] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    prefill_tokens: float = 0.0  # of steps with prompts, the older the less they count
+    prefill_seconds: float = 0.0  # likewise
+
+    def record_time(self, timing: StepTiming, prefilled: int) -> None:
+        """Note how long a step took; `prefilled`: all its tokens if some were a prompt's, 0 if none."""
+        self.timings.append(timing)
+        if prefilled:
+            self.prefill_tokens = PREFILL_MEMORY * self.prefill_tokens + prefilled
+            self.prefill_seconds = PREFILL_MEMORY * self.prefill_seconds + timing.total
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens a second in steps that compute prompts, None before the first."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds > 0 else None
 
     def __post_init__(self) -> None:
         self.counts = BlockCounts(0, 0, 0, self.total_blocks, 0, 0)
@@ -159,6 +189,7 @@ class StatsCollector:
         running: int,
         waiting: int,
         preemptions: int,
+        swap: SwapStats,
     ) -> EngineStats:
         totals = sorted(timing.total for timing in self.timings) or [0.0]
 
@@ -179,6 +210,7 @@ class StatsCollector:
             mean_utilization=self.token_sum / (self.used_sum * self.block_size) if self.used_sum else 1.0,
             sharing_saving=self.saved_sum / (self.saved_sum + self.used_sum) if self.used_sum else 0.0,
             prefix_cache=prefix,
+            swap=swap,
             running=running,
             waiting=waiting,
             preemptions=preemptions,

@@ -2,7 +2,7 @@
 
 from pallas_kernels import describe_backend, prefer_huge_pages
 
-from .cache_blocks import copy_cache_blocks
+from .cache_blocks import copy_cache_blocks, read_cache_blocks, write_cache_blocks
 from .config import ModelConfig
 from .decoder import Attend, Decoder
 from .errors import CheckpointError, ConfigError
@@ -39,5 +39,7 @@ __all__ = [
     "param_shapes",
     "pick_linear_backend",
     "prefer_huge_pages",
+    "read_cache_blocks",
     "save_checkpoint",
+    "write_cache_blocks",
 ]

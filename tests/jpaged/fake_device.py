@@ -7,6 +7,7 @@ import numpy as np
 from jpaged.request import Request
 from jpaged.schedule import Schedule
 from jpaged.scheduler import Scheduler
+from jpaged.tiers import StoredBlock
 
 
 def next_token(tokens: list[int], seed: int, vocab: int = 97) -> int:
@@ -25,6 +26,7 @@ class FakeDevice:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
+        self.store = scheduler.store
         slots = self.config.max_num_seqs
         self.free = list(range(1, self.config.num_blocks))
         self.content: dict[int, list[int]] = {}
@@ -38,6 +40,7 @@ class FakeDevice:
         self.seed = [0] * slots
         self.stop_ids: list[set[int]] = [set() for _ in range(slots)]
         self.computed = 0  # tokens of prompts
+        self.saves: list[tuple[StoredBlock, np.ndarray]] = []  # copies under way
 
     @property
     def used_blocks(self) -> int:
@@ -49,7 +52,28 @@ class FakeDevice:
         assert len(tokens) >= self.length[slot]
         return tokens[: self.length[slot]]
 
+    def copy(self, plan: Schedule) -> None:
+        """What happens before the step: blocks are read for the host, then written from it."""
+        for save in plan.save:
+            block = self.named[save.name] if save.name else self.tables[save.slot][save.column]
+            assert len(self.content[block]) == self.config.block_size, "only full blocks are saved"
+            self.saves.append((save.block, np.array(self.content[block])))
+        for load in plan.load:
+            if load.block.data is None:
+                self.finish_copies()
+            block = self._take(-1)
+            self.content[block] = load.block.data.tolist()
+            assert load.name not in self.named
+            self.named[load.name] = block
+
+    def finish_copies(self) -> None:
+        """What was read arrives on the host."""
+        for block, data in self.saves:
+            self.store.arrive(block, data)
+        self.saves = []
+
     def run(self, plan: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        self.copy(plan)
         assert sum(map(len, plan.orders)) <= self.config.max_orders
         self._name(plan.name_first)
         for slot in plan.release:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from ascii_model import ascii_model
-from tiny import finish, greedy_reference, make_prompts, run_all, tiny_config, tiny_engine, tiny_model
+from tiny import finish, greedy_reference, make_prompts, preempt, run_all, tiny_config, tiny_engine, tiny_model
 
 from jpaged import Engine, SamplingParams
 from jpaged.scheduler import Scheduler
@@ -83,7 +83,8 @@ def test_more_requests_than_memory():
 
 def test_nothing_compiles_after_warm_up():
     """Requests of all kinds after warm_up: not one compilation, neither of a step nor of a stray operation."""
-    engine = Engine(ascii_model(), tiny_config(max_num_seqs=16, max_num_batched_tokens=48, num_blocks=66))
+    sizes = dict(max_num_seqs=16, max_num_batched_tokens=48, num_blocks=66)
+    engine = Engine(ascii_model(), tiny_config(**sizes, preemption="swap"))
     before = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
     engine.warm_up()
     after = jax.device_get((engine.runner.state.pool, engine.runner.state.tables, engine.runner.state.slots.left))
@@ -119,8 +120,10 @@ def test_nothing_compiles_after_warm_up():
             engine.step()
         if i % 10 == 3:
             engine.abort(f"r{rng.integers(i + 1)}")
+        if i % 10 == 7:
+            preempt(engine, evict=8)
     finish(engine)
-    engine.stats()
+    assert engine.stats().swap.restored_blocks > 0
     assert all(request.finished for request in requests)
     jax.monitoring.clear_event_listeners()
     assert compiled == []

@@ -96,7 +96,7 @@ def fill(index: PrefixIndex, root: bytes, blocks: int, priority: int = 0) -> lis
 
 
 def names_by_eviction(index: PrefixIndex) -> list[int]:
-    return [index.evict() for _ in range(index.reclaimable)]
+    return [index.evict()[0] for _ in range(index.reclaimable)]
 
 
 def test_least_recently_used_goes_first_tail_before_head():

@@ -38,7 +38,7 @@ def test_names_are_given_again_in_the_next_plan_only():
     index = PrefixIndex(4)
     chain = grow(index, [b"1", b"2", b"3"])
     index.unlock(chain)
-    gone = index.evict()
+    gone, _ = index.evict()
     with pytest.raises(IndexError):
         index.add(b"4", None)
     index.close_plan()
@@ -57,14 +57,14 @@ def test_superseding_keeps_what_follows_and_costs_no_memory():
     assert index.reclaimable == 2 and index.garbage == [old[1]]
     assert index.reclaimable - index.num_named == before - 2  # those that are locked now
     index.unlock([*first, new])
-    order = [index.evict() for _ in range(index.reclaimable)]
+    order = [index.evict()[0] for _ in range(index.reclaimable)]
     assert order == [old[1].name, old[2].name, new.name, old[0].name]
 
 
 def test_reset_undoes_pins_and_leaves_what_runs():
     index = PrefixIndex(50)
     chain = grow(index, [b"1", b"2"])
-    pin = index.pin(index.match([b"1", b"2"]))
+    pin = index.pin(index.match([b"1", b"2"]), most=50)
     assert index.num_pinned == 2
     index.forget_all()
     assert index.num_pinned == 0 and not index.match([b"1"]) and not index.garbage
@@ -84,7 +84,7 @@ def test_any_use_keeps_the_counts_right():
         elif action < 0.7 and held:
             index.unlock(held.pop(rng.randrange(len(held))), rng.randrange(3))
         elif action < 0.75 and index.blocks:
-            pins.append(index.pin(index.match(block_keys(b"", [rng.randrange(3) for _ in range(8)], 2))))
+            pins.append(index.pin(index.match(block_keys(b"", [rng.randrange(3) for _ in range(8)], 2)), most=50))
         elif action < 0.8 and pins:
             index.unpin(pins.pop())
         elif action < 0.97 and index.reclaimable:

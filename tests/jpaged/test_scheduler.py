@@ -13,6 +13,7 @@ from jpaged.policies import make_policy
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
+from jpaged.tiers import HostStore
 
 
 def make_config(**changes) -> EngineConfig:
@@ -33,8 +34,8 @@ def hash_name(name: str) -> int:
 class Loop:
     """The engine's loop without a device: the result of a step is read `delay` steps late."""
 
-    def __init__(self, config: EngineConfig, policy=None) -> None:
-        self.scheduler = Scheduler(config, policy)
+    def __init__(self, config: EngineConfig, policy=None, store: HostStore | None = None, pays=None) -> None:
+        self.scheduler = Scheduler(config, policy, store=store, swap_pays=pays or (lambda blocks: True))
         self.device = FakeDevice(self.scheduler)
         self.pending = None
         self.plans = []
@@ -48,6 +49,7 @@ class Loop:
         if self.scheduler.config.async_scheduling:
             done, self.pending = self.pending, current
         if done:
+            self.device.finish_copies()
             self.scheduler.update(*done)
         else:
             assert self.pending or not self.scheduler.has_unfinished(), "nothing runs and nothing waits: stuck"
@@ -70,6 +72,8 @@ class Loop:
                 assert self.scheduler.free_blocks == self.scheduler.usable_blocks - cached
                 assert not self.scheduler.counts.in_flight.any()
                 assert len(self.scheduler.free_slots) == self.scheduler.config.max_num_seqs
+                store = self.scheduler.store
+                assert not store.holds and len(store.blocks) == len(store.unheld) <= store.cache_blocks
                 return
             self.step()
         raise AssertionError("did not finish")
@@ -121,7 +125,11 @@ def test_any_traffic(data):
         enable_prefix_caching=data.draw(st.sampled_from([True, True, False])),
     )
     alike = data.draw(st.booleans())  # prompts that begin like others
-    loop, live = Loop(config, make_policy(data.draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])))), []
+    policy = make_policy(data.draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])))
+    cache_blocks = data.draw(st.sampled_from([0, 0, 3, 30])) if config.enable_prefix_caching else 0
+    store = HostStore(1, swap_bytes=data.draw(st.sampled_from([0, 4, 40])), cache_bytes=cache_blocks)
+    pays = data.draw(st.sampled_from([lambda blocks: True, lambda blocks: blocks % 2 == 0]))
+    loop, live = Loop(config, policy, store, pays), []
     for number in range(data.draw(st.integers(1, 25))):
         prompt_len = data.draw(st.integers(1, max_len - 1))
         stop = tuple(data.draw(st.lists(st.integers(0, 96), max_size=3)))

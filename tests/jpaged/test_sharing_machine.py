@@ -9,7 +9,7 @@ import functools
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiny import finish, run_all, tiny_engine
+from tiny import finish, preempt, run_all, tiny_engine
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
 
@@ -20,11 +20,12 @@ def undisturbed() -> Engine:
 
 
 class SharingMachine(RuleBasedStateMachine):
-    """Prompts that begin alike, with several outputs, one, or beams; aborts, preemption, pins and resets."""
+    """Prompts that begin alike, with several outputs, one, or beams; aborts, preemption, eviction, pins and resets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = tiny_engine(num_blocks=34, watermark=0.0)
+        # Swap space for one sequence or two: what finds no room is computed again.
+        self.engine = tiny_engine(num_blocks=34, watermark=0.0, preemption="swap", swap_space_bytes=20 << 10)
         self.requests = []
         self.searches = []
         self.pins = []
@@ -68,21 +69,10 @@ class SharingMachine(RuleBasedStateMachine):
         if self.engine.requests:
             self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
 
-    @rule()
-    def preempt(self) -> None:
-        """A plan in which the last sequence has to go."""
-        scheduler = self.engine.scheduler
-        pick = scheduler._pick_decode
-
-        def preempt_and_pick(plan):
-            scheduler._preempt_last(plan)
-            pick(plan)
-
-        scheduler._pick_decode = preempt_and_pick
-        try:
-            self.engine.step()
-        finally:
-            del scheduler._pick_decode
+    @rule(evicted=st.integers(0, 33))
+    def preempt(self, evicted: int) -> None:
+        """A plan in which the last sequence has to go, and blocks of the cache: to the host, if it holds them."""
+        preempt(self.engine, evicted)
 
     @rule()
     def reset(self) -> None:
@@ -108,7 +98,9 @@ class SharingMachine(RuleBasedStateMachine):
         finish(self.engine)
         self.engine.reset_prefix_cache()
         self.engine.audit()
-        assert self.engine.stats().blocks.free == self.engine.stats().blocks.total
+        stats = self.engine.stats()
+        assert stats.blocks.free == stats.blocks.total
+        assert stats.swap.host_blocks == stats.swap.held_blocks == 0
         outputs = [output for request in self.requests for output in request.group]
         params = [
             SamplingParams(

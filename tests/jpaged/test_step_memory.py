@@ -10,6 +10,7 @@ from jpaged_models import ModelConfig, param_shapes
 from tiny import HF_CONFIG
 
 from jpaged import EngineConfig
+from jpaged.block_copies import COPIED_AT_ONCE, content_shapes, load_blocks, save_blocks
 from jpaged.memory import block_bytes
 from jpaged.runner import build_programs
 from jpaged.state import init_state
@@ -40,6 +41,22 @@ def compile_step(kind: str, dtype: str, kv_dtype: str) -> tuple[jax.stages.Compi
     pool_shapes = list({leaf.shape for leaf in pool})  # K and V, and their scales
     weights = [leaf.shape for leaf in params.values() if leaf.ndim == 2]
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in pool), [*pool_shapes, *weights]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_copies_to_and_from_the_host_touch_only_what_they_copy(kv_dtype):
+    model = ModelConfig.from_hf(LARGE)
+    config = EngineConfig(num_blocks=GIGABYTE // block_bytes(model, 16, kv_dtype), max_model_len=512)
+    state = jax.eval_shape(lambda: init_state(model, config, kv_dtype))
+    most = 3 * COPIED_AT_ONCE * block_bytes(model, 16, kv_dtype)
+    places = jax.ShapeDtypeStruct((3, COPIED_AT_ONCE), np.int32)
+    names = jax.ShapeDtypeStruct((COPIED_AT_ONCE,), np.int32)
+    saving = jax.jit(save_blocks).lower(state.cache, state.tables, state.named, places).compile().memory_analysis()
+    assert saving.output_size_in_bytes < most and saving.temp_size_in_bytes < most
+    content = content_shapes(state.cache)
+    load = jax.jit(load_blocks, donate_argnums=(0, 1, 2)).lower(state.cache, state.pool, state.named, names, content)
+    loading = load.compile().memory_analysis()
+    assert loading.alias_size_in_bytes > 0.99 * GIGABYTE and loading.temp_size_in_bytes < most
 
 
 @pytest.mark.parametrize(

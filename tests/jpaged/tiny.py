@@ -125,3 +125,21 @@ def finish(engine: Engine, limit: int = 5000) -> None:
 def make_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 97, int(rng.integers(1, longest + 1))).tolist() for _ in range(count)]
+
+
+def preempt(engine: Engine, evict: int = 0) -> None:
+    """A step before which the last sequence has to go, and as many cached blocks."""
+    scheduler = engine.scheduler
+    pick = scheduler._pick_decode
+
+    def preempt_and_pick(plan):
+        scheduler._preempt_last(plan)
+        for _ in range(min(evict, scheduler.index.reclaimable)):
+            scheduler.swapping.evict(plan)
+        pick(plan)
+
+    scheduler._pick_decode = preempt_and_pick
+    try:
+        engine.step()
+    finally:
+        del scheduler._pick_decode
