@@ -97,7 +97,8 @@ def test_every_option_goes_somewhere():
     assert set(cli.ENGINE) <= set(inspect.signature(LLM).parameters)
     for name in (*cli.SAMPLING, *cli.ENGINE):
         flag = "--" + name.replace("_", "-")
-        value = {"ignore_eos": [], "enable_prefix_caching": [], "scheduling_policy": ["fair"]}.get(name, ["1"])
+        words = {"scheduling_policy": ["fair"], "preemption": ["swap"]}
+        value = {"ignore_eos": [], "enable_prefix_caching": [], **words}.get(name, ["1"])
         value = ["float32"] if name.endswith("dtype") else ["int8"] if name == "quantization" else value
         assert name in vars(cli.make_parser().parse_args(["generate", "m", flag, *value]))
 

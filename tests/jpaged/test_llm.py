@@ -61,6 +61,14 @@ def test_prefix_cache_salt_pin_and_reset():
     assert stats.prefix_cache.pinned_blocks == 0 and stats.blocks.free == stats.blocks.total
 
 
+def test_swap_space_is_in_gib_and_checked():
+    llm = LLM(tiny_model(), warm_up=False, swap_space=0.5, preemption="swap", **SIZES)
+    assert llm.config.swap_space_bytes == 1 << 29
+    for bad in (-1, float("nan"), float("inf"), "4"):
+        with pytest.raises(ValueError, match="swap_space must be"):
+            LLM(tiny_model(), warm_up=False, swap_space=bad, **SIZES)
+
+
 def test_priority_decides_who_is_served_first():
     llm = LLM(tiny_model(), warm_up=False, scheduling_policy="priority", **{**SIZES, "max_num_seqs": 1})
     outputs = llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False, priority=[2, 1, 0])
