@@ -37,6 +37,9 @@ class EngineConfig:
     preemption              what becomes of the blocks of a sequence that makes way, one of PREEMPTION_MODES: computed
                             again, copied to the host and back, or whichever took less time when both were measured
     swap_space_bytes        host memory for blocks of such sequences; 0 leaves none, so all is computed again
+    prefix_cache_host_bytes host memory for cached blocks that the device has no room for; 0: none
+    prefix_cache_dir        folder for those that go from there, kept for the next engine of the same model; None: none
+    prefix_cache_disk_bytes most bytes in that folder
     max_stop_ids            stop ids of a request that the device looks at; the host looks at the rest
     max_logprobs            most tokens a request may ask log-probabilities of
     max_logit_bias          most entries of logit_bias in a request (with min_tokens, its stop ids count too)
@@ -58,6 +61,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_space_bytes: int = 4 << 30
+    prefix_cache_host_bytes: int = 0
+    prefix_cache_dir: str | None = None
+    prefix_cache_disk_bytes: int = 16 << 30
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     free_padding: bool = False
@@ -95,8 +101,12 @@ class EngineConfig:
         check_kv_cache_dtype(self.kv_cache_dtype)
         if self.preemption not in PREEMPTION_MODES:
             raise ValueError(f"preemption must be one of {list(PREEMPTION_MODES)}, got {self.preemption!r}")
-        if not isinstance(self.swap_space_bytes, int) or self.swap_space_bytes < 0:
-            raise ValueError(f"swap_space_bytes must be an integer of at least 0, got {self.swap_space_bytes!r}")
+        for name in ("swap_space_bytes", "prefix_cache_host_bytes", "prefix_cache_disk_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        if not self.enable_prefix_caching and (self.prefix_cache_host_bytes or self.prefix_cache_dir is not None):
+            raise ValueError("prefix_cache_host_bytes and prefix_cache_dir need enable_prefix_caching=True, got False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "

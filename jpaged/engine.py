@@ -15,7 +15,7 @@ from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import check_controls, find_features, next_mask
 from jpaged.features import Feature
-from jpaged.memory import block_bytes, pick_kv_dtype
+from jpaged.memory import make_store
 from jpaged.output_text import OutputText
 from jpaged.policies import SchedulingPolicy, make_policy
 from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
@@ -26,7 +26,6 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PrefixCacheStats, StatsCollector, StepTiming, SwapStats
 from jpaged.structured import GrammarCompiler, GrammarQueue
-from jpaged.tiers import HostStore
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)
         self.model_key = root_key(loaded.config, config.kv_cache_dtype, loaded.quantization)
-        kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
-        swap_bytes = 0 if config.preemption == "recompute" else config.swap_space_bytes
-        store = HostStore(block_bytes(loaded.config, config.block_size, kv_dtype), swap_bytes)
-        policy = make_policy(scheduling_policy)
+        policy, store = make_policy(scheduling_policy), make_store(loaded, config, self.model_key)
         self.scheduler = Scheduler(config, policy, eviction_policy, store, self._swap_pays)
         self.runner = Runner(loaded, config, store)
         self.copy_seconds: float | None = None  # of a block to the host and back, once measured
@@ -195,6 +191,30 @@ class Engine:
             self.step()
         return complete
 
+    def save_prefix_cache(self) -> int:
+        """Write to `prefix_cache_dir` what the device and the host have cached. Returns the blocks that are there then.
+
+        What has left the host is there anyway. Raises ValueError if no folder is in use.
+        """
+        store, scheduler = self.scheduler.store, self.scheduler
+        if store.disk is None:
+            raise ValueError("there is nowhere to save the prefix cache to: give prefix_cache_dir=, a folder in use")
+        coming = {name for _, _, name in scheduler.to_name}  # the device does not know of them yet
+        wanted = [
+            (key, block.name)
+            for key, block in scheduler.index.blocks.items()
+            if key not in store.disk and key not in store.blocks and block.name not in coming
+        ]
+        self.runner.wait_for_saves()
+        for block in store.unheld.values():
+            if block.data is not None:
+                store.disk.put(block.key, block.data, wait=True)
+        # Blocks are known from the first of a sequence on: the last are written first, and are the first to make way.
+        for key, data in self.runner.read_blocks(wanted[::-1]):
+            store.disk.put(key, data, wait=True)
+        store.disk.flush()
+        return len(store.disk)
+
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do, the release of blocks included."""
         return self.pending is not None or self.scheduler.has_unfinished() or bool(self.grammars.compiling)
@@ -277,11 +297,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; waits for the step under way."""
         scheduler = self.scheduler
+        disk = scheduler.store.disk
         prefix = PrefixCacheStats(
             queried_tokens=scheduler.prefix_queries,
             hit_tokens=scheduler.prefix_hits,
+            restored_tokens=scheduler.swapping.cache_hits * self.config.block_size,
             evictions=scheduler.index.evictions,
             pinned_blocks=scheduler.index.num_pinned,
+            disk_blocks=0 if disk is None else len(disk),
+            disk_bytes=0 if disk is None else len(disk) * disk.file_bytes,
+            disk_reads=0 if disk is None else disk.reads,
+            disk_damaged=0 if disk is None else disk.damaged,
         )
         return self.collector.snapshot(
             self.runner.count_blocks(),

@@ -69,6 +69,10 @@ class LLM:
     preemption              what becomes of a sequence that makes way when memory runs out: "recompute" computes it
                             again, "swap" copies its blocks to host memory and back, "auto" does what takes less time
     swap_space              GiB of host memory for such blocks, taken as they are needed
+    prefix_cache_host_bytes host memory for cached blocks that the device has no room for (default: none)
+    prefix_cache_dir        folder for cached blocks that the host has no room for; a later process with the same model
+                            finds them again (see also save_prefix_cache)
+    prefix_cache_disk_bytes most bytes in that folder (default: 16 GiB)
     scheduling_policy       who is served first: "fcfs", "priority", "fair" or an object (see jpaged/policies.py)
     eviction_policy         which cached block goes first: an object (see EvictionPolicy in jpaged/prefix_index.py); by
                             default the least recently used
@@ -105,6 +109,9 @@ class LLM:
         enable_prefix_caching: bool = True,
         preemption: str = "auto",
         swap_space: float = 4.0,
+        prefix_cache_host_bytes: int = 0,
+        prefix_cache_dir: str | Path | None = None,
+        prefix_cache_disk_bytes: int = 16 << 30,
         scheduling_policy: str | SchedulingPolicy = "fcfs",
         eviction_policy: EvictionPolicy | None = None,
         attention_backend: str = "auto",
@@ -152,6 +159,9 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
             swap_space_bytes=_gib_to_bytes("swap_space", swap_space),
+            prefix_cache_host_bytes=prefix_cache_host_bytes,
+            prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
+            prefix_cache_disk_bytes=prefix_cache_disk_bytes,
             attention_backend=attention_backend,
             linear_backend=linear_backend,
             max_logprobs=max_logprobs,
@@ -310,8 +320,16 @@ class LLM:
         """Let the blocks of a pinned prefix be evicted again."""
         self.engine.unpin_prefix(pinned)
 
+    def save_prefix_cache(self) -> int:
+        """Write to `prefix_cache_dir` what is cached now, for a later process. Returns the number of blocks in it.
+
+        Raises ValueError if there is no such folder, or what is in it is of another model and so not in use.
+        """
+        return self.engine.save_prefix_cache()
+
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block and every pin. Returns False if running sequences still use some."""
+        """Forget every cached block, in host memory and files too, and every pin. Returns False if running sequences
+        still use some."""
         return self.engine.reset_prefix_cache()
 
     def warm_up(self, progress: bool = False) -> None:

@@ -1,14 +1,22 @@
-"""How many KV blocks an engine gets: from what the user allows, what the device has, and what can be of use."""
+"""How many KV blocks an engine gets: from what the user allows, what the device has, and what can be of use.
+
+And where blocks are kept that the device has no room for.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
+from collections.abc import Mapping
 
 import jax
+import numpy as np
 from jpaged_models import LoadedModel, ModelConfig, init_cache
 
-from jpaged.config import check_kv_cache_dtype
+from jpaged.config import EngineConfig, check_kv_cache_dtype
 from jpaged.control_rows import counts_dtype
+from jpaged.tiers import HostStore, open_disk_store
 
 CPU_KV_BYTES = 4 << 30  # unless asked for more: a laptop has other things to do with its memory
 
@@ -23,6 +31,37 @@ def block_bytes(model: ModelConfig, block_size: int, kv_dtype: str) -> int:
     """Bytes of one block over all layers, keys and values, with their scales if they are quantised."""
     block = jax.eval_shape(lambda: init_cache(model, 1, block_size, kv_dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(block))
+
+
+def make_store(loaded: LoadedModel, config: EngineConfig, model_key: bytes) -> HostStore:
+    """What keeps blocks off the device, as the configuration says. Raises ValueError for a folder that is unusable."""
+    kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
+    size = block_bytes(loaded.config, config.block_size, kv_dtype)
+    disk = None
+    if config.prefix_cache_dir is not None:
+        stored = jax.eval_shape(lambda: init_cache(loaded.config, 1, config.block_size, kv_dtype))[0].k.dtype
+        identity = {
+            "model": hashlib.sha256(model_key + fingerprint(loaded.params)).hexdigest(),
+            "kv_cache_dtype": kv_dtype,
+            "stored_as": stored.name,
+            "block_size": config.block_size,
+            "block_bytes": size,
+            "byte_order": sys.byteorder,
+        }
+        disk = open_disk_store(config.prefix_cache_dir, identity, size, config.prefix_cache_disk_bytes)
+    swap_bytes = 0 if config.preemption == "recompute" else config.swap_space_bytes
+    return HostStore(size, swap_bytes, config.prefix_cache_host_bytes, disk)
+
+
+def fingerprint(params: Mapping[str, jax.Array]) -> bytes:
+    """What tells checkpoints of one architecture apart: a hash of up to 64 numbers of every weight."""
+    digest = hashlib.sha256()
+    for name, value in sorted(params.items()):
+        digest.update(repr((name, value.shape, value.dtype.name)).encode())
+        some = np.linspace(0, value.size - 1, min(64, value.size), dtype=np.int64)
+        at = tuple(each.astype(np.int32) for each in np.unravel_index(some, value.shape)) if value.shape else ()
+        digest.update(np.asarray(value.at[at].get(mode="clip")).tobytes())
+    return digest.digest()
 
 
 def pick_num_blocks(

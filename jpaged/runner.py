@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -210,6 +210,19 @@ class Runner:
         if self.store.in_use:
             self._copy_nothing()
 
+    def wait_for_saves(self) -> None:
+        """Wait until every block on its way to the host has arrived."""
+        self._finish_saving(self.num_saved + len(self.saving))
+
+    def read_blocks(self, names: Sequence[tuple[bytes, int]]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """(key, content) of blocks given by key and name, waited for."""
+        for start in range(0, len(names), COPIED_AT_ONCE):
+            some = names[start : start + COPIED_AT_ONCE]
+            places = self._padded_places()
+            places[:, : len(some)] = [[0] * len(some), [0] * len(some), [name for _, name in some]]
+            content = split_content(self._start_saving(places), len(some))
+            yield from zip((key for key, _ in some), content, strict=True)
+
     def measure_copies(self) -> float:
         """Seconds that a block takes to the host and back."""
         times = []
@@ -279,7 +292,7 @@ class Runner:
     def _load(self, loads: Sequence[Load]) -> list[jax.Array]:
         """Start to copy blocks to the device. Returns for each program whether it could, bool[]."""
         if any(load.block.data is None for load in loads):
-            self._finish_saving(self.num_saved + len(self.saving))
+            self.wait_for_saves()
         done = []
         for start in range(0, len(loads), COPIED_AT_ONCE):
             some = loads[start : start + COPIED_AT_ONCE]

@@ -321,7 +321,7 @@ class Scheduler:
         keys: of the blocks after the hits, which the host may have.
         """
         self.index.lock(hits)
-        self.swapping.load(plan, keys, hits)
+        self.swapping.load(plan, request, keys, hits)
         self.swapping.come_back(request)
         request.chain = hits
         self._start(plan, request, named=len(hits))

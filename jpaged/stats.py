@@ -44,8 +44,13 @@ class PrefixCacheStats:
 
     queried_tokens: int  # of all admitted prompts
     hit_tokens: int  # of them, those that need not be computed
+    restored_tokens: int  # of the hits, those whose blocks were copied back from the host or read from disk
     evictions: int  # blocks that had to make way
     pinned_blocks: int
+    disk_blocks: int  # in files
+    disk_bytes: int
+    disk_reads: int  # blocks read from files
+    disk_damaged: int  # files whose checksum was wrong
 
     @property
     def hit_rate(self) -> float:

@@ -33,6 +33,7 @@ class Swapping:
         self.saved = 0  # blocks copied to the host
         self.restored = 0  # blocks copied back
         self.swapped = 0  # preemptions that kept blocks
+        self.cache_hits = 0  # blocks copied back for prompts that begin like others
 
     def begin(self, free: int) -> None:
         """A new plan; `free` blocks are free once every step already dispatched has run."""
@@ -65,9 +66,11 @@ class Swapping:
             self.evict(plan)
         return False
 
-    def load(self, plan: Schedule, keys: Sequence[bytes], chain: list[NamedBlock]) -> None:
-        """Append to a locked chain the blocks of `keys` that the host has."""
+    def load(self, plan: Schedule, request: Request, keys: Sequence[bytes], chain: list[NamedBlock]) -> None:
+        """Append to the locked chain of a request the blocks of `keys` that the host has."""
         blocks = self.store.fetch(keys)
+        if request.num_cached_tokens is None:  # not so after a preemption
+            self.cache_hits += len(blocks)
         for block in blocks:
             chain.append(self.index.add(block.key, chain[-1] if chain else None))
             plan.load.append(Load(chain[-1].name, block))

@@ -5,6 +5,7 @@ are back, and every output is what an engine gives that runs without sharing and
 """
 
 import functools
+import tempfile
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,8 +25,18 @@ class SharingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # Swap space for one sequence or two: what finds no room is computed again.
-        self.engine = tiny_engine(num_blocks=34, watermark=0.0, preemption="swap", swap_space_bytes=20 << 10)
+        self.folder = tempfile.TemporaryDirectory()
+        # Swap space for one sequence or two, as much for cached blocks, a few more in files, at 1 kB a block: what
+        # finds no room is computed again.
+        self.engine = tiny_engine(
+            num_blocks=34,
+            watermark=0.0,
+            preemption="swap",
+            swap_space_bytes=20 << 10,
+            prefix_cache_host_bytes=20 << 10,
+            prefix_cache_dir=self.folder.name,
+            prefix_cache_disk_bytes=10 << 10,
+        )
         self.requests = []
         self.searches = []
         self.pins = []
@@ -75,6 +86,10 @@ class SharingMachine(RuleBasedStateMachine):
         preempt(self.engine, evicted)
 
     @rule()
+    def save(self) -> None:
+        self.engine.save_prefix_cache()
+
+    @rule()
     def reset(self) -> None:
         self.engine.reset_prefix_cache()
 
@@ -98,6 +113,8 @@ class SharingMachine(RuleBasedStateMachine):
         finish(self.engine)
         self.engine.reset_prefix_cache()
         self.engine.audit()
+        self.engine.scheduler.store.disk.flush()
+        self.folder.cleanup()
         stats = self.engine.stats()
         assert stats.blocks.free == stats.blocks.total
         assert stats.swap.host_blocks == stats.swap.held_blocks == 0
