@@ -3,19 +3,22 @@
     python scripts/bench_sampling.py [--rows 64] [--vocab 49152] [--hidden 576] [--repeats 30] [--only TEXT] [--json F]
 
 Every row of the batch asks for the same. Logits follow a power law over the ranks, like a language model's, from
-peaked to nearly flat. The last lines have the product with the head before them (random hidden states of the given
-size), as in a step: greedy drawing by a program that can do nothing else, and by the one that can do all of this.
+peaked to nearly flat. The last lines are what a decode loop does after its layers, the product with the head (random
+hidden states of the given size) and the drawing, STEPS times in one program: greedy by a program that can do nothing
+else, and by the one that can do all of this.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_tools import make_parser, print_table, save_json, take_turns
+from jax import lax
 from jpaged_models import pick_linear_backend
 from jpaged_models.layers import multiply_head
 
@@ -28,6 +31,7 @@ from jpaged.request import Request
 from jpaged.sampling import SamplingState, sample, seed_words
 from pallas_kernels.cpu.linear import pack_weight
 
+STEPS = 8  # of the decode loop
 BIASED = dict.fromkeys(range(100, 400), 0.5)
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -122,16 +126,28 @@ def main() -> None:
     head = np.asarray(rng.normal(size=(args.vocab, args.hidden)) * 0.05, jnp.bfloat16)
     weight = jnp.asarray(pack_weight(head) if pick_linear_backend("auto") == "cpu" else head)
 
-    def product(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return multiply_head(hidden, head, args.vocab, None)
+    def loop(draw_tokens: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """A program of STEPS heads and drawings, each of the hidden states of other rows."""
 
-    plain = jax.jit(lambda hidden, head, sampling, position: sample(product(hidden, head), sampling, position))
-    whole = jax.jit(lambda hidden, head, *batch: finish(product(hidden, head), *batch))
+        def iterate(hidden: jax.Array, head: jax.Array, *batch: jax.Array) -> jax.Array:
+            def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
+                logits = multiply_head(jnp.roll(hidden, i, axis=0), head, args.vocab, None)
+                return tokens + draw_tokens(logits, *batch)
+
+            return lax.fori_loop(0, STEPS, step, jnp.zeros(args.rows, jnp.int32))
+
+        return jax.jit(iterate)
+
+    def draw_any(logits: jax.Array, *batch: jax.Array) -> jax.Array:
+        tokens, records = finish(logits, *batch)
+        return tokens + records.sum()
+
     sampling, _, position, *_ = greedy = batches["greedy"]
-    runs["head, greedy, nothing else possible"] = functools.partial(plain, hidden, weight, sampling, position)
-    runs["head, greedy"] = functools.partial(whole, hidden, weight, *greedy)
+    runs["head, greedy, nothing else possible"] = functools.partial(loop(sample), hidden, weight, sampling, position)
+    runs["head, greedy"] = functools.partial(loop(draw_any), hidden, weight, *greedy)
     chosen = {name: run for name, run in runs.items() if args.only in name or name == "greedy"}
     times = take_turns(chosen, args.repeats)
+    times = {name: seconds / (STEPS if name.startswith("head") else 1) for name, seconds in times.items()}
     table = [(kind, 1e3 * seconds, 1e3 * (seconds - times["greedy"])) for kind, seconds in times.items()]
     print(f"{args.rows} rows x {args.vocab} logits, on {jax.default_backend()}")
     header = ("every row asks for", "ms", "ms over greedy")
