@@ -4,12 +4,13 @@ from pallas_kernels.batch import PagedBatch, check_batch
 from pallas_kernels.cpu.library import prefer_huge_pages
 from pallas_kernels.dispatch import (
     available_backends,
+    copy_blocks,
     describe_backend,
     paged_attention,
     rotate_and_write,
     write_kv,
 )
-from pallas_kernels.pages import KVPages, copy_blocks, init_pages, rotate
+from pallas_kernels.pages import KVPages, init_pages, rotate
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.storage import KV_DTYPES, storage_dtype
 

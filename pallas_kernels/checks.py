@@ -105,3 +105,12 @@ def check_rotary(q: jax.Array, k: jax.Array, rotary: tuple[jax.Array, jax.Array]
     for name, x in zip(("cos", "sin"), rotary, strict=True):
         if x.shape != (rows, head_dim // 2) or x.dtype != jnp.float32:
             fail(name, f"{x.dtype}{x.shape}", f"float32({rows}, {head_dim // 2})")
+
+
+def check_copy(pages: KVPages, src: jax.Array, dst: jax.Array) -> None:
+    """Raises `ValueError` unless the arrays given to `copy_blocks` fit together."""
+    check_pages(pages)
+    if src.ndim != 1:
+        fail("src", f"shape {src.shape}", "[C]")
+    require_int("src", src, src.shape)
+    require_int("dst", dst, src.shape)

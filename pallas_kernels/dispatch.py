@@ -1,12 +1,13 @@
 """The public functions that several backends serve: arguments are checked once, here, and then one backend is called.
 
-"auto" is decided by the platform that is being lowered for: the native kernels on CPU where they were built, XLA's
-operations elsewhere. A backend that was asked for by name and cannot serve raises; nothing falls back in silence.
+"auto" is decided by the platform that is being lowered for: Triton kernels for NVIDIA GPUs, the native kernels for CPUs
+where they were built, XLA's operations elsewhere. A backend that cannot serve raises; nothing falls back in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -15,11 +16,14 @@ from jax import lax
 from pallas_kernels import oracle
 from pallas_kernels import pages as xla_pages
 from pallas_kernels.batch import PagedBatch
-from pallas_kernels.checks import check_attention, check_rotary, check_write, fail
+from pallas_kernels.checks import check_attention, check_copy, check_rotary, check_write, fail
 from pallas_kernels.cpu import attention as cpu_attention
 from pallas_kernels.cpu.library import instruction_sets
 from pallas_kernels.pages import KVPages
+from pallas_kernels.refusal import refuse
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import attention as triton_attention
+from pallas_kernels.triton import pages as triton_pages
 from pallas_kernels.xla import attention as xla_attention
 
 
@@ -29,24 +33,45 @@ class Backend(NamedTuple):
     Attributes:
         attention: (q [T, Hq, D], pages, batch, spec, sinks f32[Hq] or None) -> (out [T, Hq, D] in q's dtype,
             lse f32[T, Hq], or None unless spec.return_lse).
-        write_kv, rotate_and_write: as the public functions, without `backend`.
+        write_kv, rotate_and_write, copy_blocks: as the public functions, without `backend`.
     """
 
     attention: Callable[..., tuple[jax.Array, jax.Array | None]]
     write_kv: Callable[..., KVPages] = xla_pages.write_kv
     rotate_and_write: Callable[..., tuple[KVPages, jax.Array]] = xla_pages.rotate_and_write
+    copy_blocks: Callable[..., KVPages] = xla_pages.copy_blocks
+
+
+def _triton(interpret: bool) -> Backend:
+    return Backend(
+        partial(triton_attention.attention, interpret=interpret),
+        partial(triton_pages.write_kv, interpret=interpret),
+        partial(triton_pages.rotate_and_write, interpret=interpret),
+        partial(triton_pages.copy_blocks, interpret=interpret),
+    )
 
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(cpu_attention.attention, cpu_attention.write_kv, cpu_attention.rotate_and_write),
     "xla": Backend(xla_attention.attention),
+    "triton": _triton(interpret=False),
+    # For tests, on any device and slowly: NumPy on the host, and the kernels' own steps as XLA's operations.
     "oracle": Backend(oracle.attention),
+    "triton_interpreted": _triton(interpret=True),
 }
+FOR_TESTS = ("oracle", "triton_interpreted")
+
+
+def _best_backends() -> dict[str, str]:
+    """By platform, as JAX names them when it lowers; all others have "xla"."""
+    return {"cuda": "triton", **({"cpu": "cpu"} if instruction_sets() else {})}
 
 
 def available_backends() -> tuple[str, ...]:
-    """Backends that run on the default platform's device, the best first ("auto" is that one). No oracle."""
-    return ("cpu", "xla") if jax.default_backend() == "cpu" and instruction_sets() else ("xla",)
+    """Backends that run on the default platform's device, the best first ("auto" is that one). None for tests only."""
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    best = _best_backends().get(platform)
+    return (best, "xla") if best else ("xla",)
 
 
 @overload
@@ -107,8 +132,8 @@ def paged_attention(
         soft_cap: scores become `soft_cap * tanh(scale * q . k / soft_cap)`. None: they stay.
         sinks: f32[Hq], one more logit a query head in the softmax's denominator, without a value.
         return_lse: return the log of the softmax's denominator too.
-        backend: "auto" (the best for the platform), "oracle" (NumPy on the host, for tests), or one of
-            `available_backends()`.
+        backend: "auto" (the best for the platform that is lowered for), one of `available_backends()`, or one of
+            those for tests: "oracle" (NumPy on the host), "triton_interpreted" (the kernels on any device).
 
     Returns:
         out [T, Hq, D] in q's dtype; softmax and sums are float32. Padding rows and rows of empty sequences: zeros.
@@ -175,6 +200,20 @@ def rotate_and_write(
     return _call(backend, lambda b, *arrays: b.rotate_and_write(*arrays), pages, q, k, v, write_slots, rotary)
 
 
+def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array, *, backend: str = "auto") -> KVPages:
+    """Copies block `src[i]` over block `dst[i]`, scales included, for each i (copy-on-write); in place if donated.
+
+    Args:
+        pages: of any dtype.
+        src, dst: i32[C]. All sources are read before any destination is written. `(0, 0)` is a no-op, the
+            padding of a shorter list. Destinations other than 0 are distinct.
+        backend: as for `paged_attention`; "oracle" copies as "xla" does.
+    """
+    check_backend(backend)
+    check_copy(pages, src, dst)
+    return _call(backend, lambda b, *arrays: b.copy_blocks(*arrays), pages, src, dst)
+
+
 def check_backend(backend: str) -> None:
     """Raises `ValueError` unless `backend` is "auto" or a backend's name."""
     if backend != "auto" and backend not in BACKENDS:
@@ -185,13 +224,18 @@ def _call(name: str, run: Callable[..., Any], *arrays: Any) -> Any:
     """`run(backend, *arrays)` by the backend of that name; for "auto" by the best of the platform it is lowered for."""
     if name != "auto":
         return run(BACKENDS[name], *arrays)
-    if not instruction_sets():
-        return run(BACKENDS["xla"], *arrays)
-    return lax.platform_dependent(
-        *arrays,
-        cpu=lambda *arrays: run(BACKENDS["cpu"], *arrays),
-        default=lambda *arrays: run(BACKENDS["xla"], *arrays),
-    )
+
+    def branch(backend: Backend) -> Callable[..., Any]:
+        def call(*arrays: Any) -> Any:
+            try:
+                return run(backend, *arrays)
+            except ValueError as error:  # of a kernel that lacks something: only for those who need this kernel
+                return refuse(str(error), jax.eval_shape(partial(run, BACKENDS["xla"]), *arrays))
+
+        return call
+
+    branches = {platform: branch(BACKENDS[best]) for platform, best in _best_backends().items()}
+    return lax.platform_dependent(*arrays, default=partial(run, BACKENDS["xla"]), **branches)
 
 
 def describe_backend() -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import QUANTISED, check_pages, fail, require_int
+from pallas_kernels.checks import QUANTISED, fail
 from pallas_kernels.storage import quantise, storage_dtype, to_storage
 
 
@@ -83,16 +83,5 @@ def rotate_and_write(
 
 
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-    """Copies block `src[i]` over block `dst[i]`, scales included, for each i (copy-on-write); in place if donated.
-
-    Args:
-        pages: of any dtype.
-        src, dst: i32[C]. All sources are read before any destination is written. `(0, 0)` is a no-op, the
-            padding of a shorter list. Destinations other than 0 are distinct.
-    """
-    check_pages(pages)
-    if src.ndim != 1:
-        fail("src", f"shape {src.shape}", "[C]")
-    require_int("src", src, src.shape)
-    require_int("dst", dst, src.shape)
+    """`pallas_kernels.copy_blocks` on XLA's operations."""
     return jax.tree.map(lambda pool: pool.at[dst].set(pool.at[src].get(mode="promise_in_bounds"), mode="drop"), pages)

@@ -9,6 +9,7 @@ import pytest
 from paged_cases import fresh_rng, make_case
 
 from pallas_kernels import (
+    KVPages,
     available_backends,
     check_batch,
     copy_blocks,
@@ -18,7 +19,7 @@ from pallas_kernels import (
     storage_dtype,
     write_kv,
 )
-from pallas_kernels.dispatch import BACKENDS
+from pallas_kernels.dispatch import BACKENDS, FOR_TESTS
 
 
 def bad_attention(**changes):
@@ -84,6 +85,7 @@ def test_attention_refuses_num_decode_in_a_decode_batch() -> None:
 
 def test_available_backends_are_backends() -> None:
     names = available_backends()
+    assert not set(names) & set(FOR_TESTS) and set(FOR_TESTS) < set(BACKENDS)
     assert "xla" in names and "oracle" not in names and set(names) <= set(BACKENDS)
 
 
@@ -128,6 +130,18 @@ def test_refusals_come_while_tracing_too() -> None:
             lambda q: paged_attention(q, case.pages, case.batch, scale=1.0),
             jax.ShapeDtypeStruct((2, 5, 64), "float32"),
         )
+
+
+def test_what_a_kernel_lacks_matters_where_it_runs() -> None:
+    """Quantised pools of 2 to 4 GiB are too much for Pallas' offsets on GPUs, not for any other backend."""
+    case = make_case(fresh_rng(), [20, 5], storage="int8")
+    pool = jax.ShapeDtypeStruct((2**31 // (2 * 16 * 64) + 1, 2, 16, 64), jnp.int8)
+    scales = jax.ShapeDtypeStruct(pool.shape[:3], jnp.float32)
+    pages = KVPages(pool, pool, scales, scales)
+    traced = jax.jit(lambda q, pages: paged_attention(q, pages, case.batch, scale=1.0)).trace(case.q, pages)
+    traced.lower(lowering_platforms=("cpu",))
+    with pytest.raises(ValueError, match=r"pages.k: got \d+ elements of one byte; allowed by the triton backend"):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 def test_check_batch() -> None:

@@ -17,7 +17,8 @@ from pallas_kernels import KVPages, PagedBatch, available_backends, check_batch,
 from pallas_kernels.oracle import reference_attention
 from pallas_kernels.xla import decode, prefill
 
-each_backend = pytest.mark.parametrize("backend", available_backends())
+INTERPRETED = ("triton_interpreted",)  # kernels for other devices, on XLA's operations
+each_backend = pytest.mark.parametrize("backend", (*available_backends(), *INTERPRETED))
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Shape:
     columns: int = 40
     query: type = np.float32
     options: dict[str, Any] = field(default_factory=dict)
+    interpreted: bool = False  # run on interpreted kernels too, which take seconds to compile
 
     def __str__(self) -> str:
         kv_heads, group = self.heads
@@ -46,28 +48,36 @@ class Shape:
 
 
 BF16, F16 = ml_dtypes.bfloat16, np.float16
+EVERY_OPTION = dict(window=24, soft_cap=3.0, sinks=True, return_lse=True)
 # Each page dtype, head size, query dtype and option is there more than once, each pair of options at least once.
 SHAPES = [
     Shape((3, 3), 64, 16, "float32"),
     Shape((3, 3), 64, 16, "uint16"),
     Shape((3, 3), 64, 16, "uint16", query=BF16),
-    Shape((1, 9), 80, 8, "float32", options=dict(sinks=True, return_lse=True)),
+    Shape((1, 9), 80, 8, "float32", options=dict(sinks=True, return_lse=True), interpreted=True),
     Shape((2, 2), 128, 32, "float32", columns=20, options=dict(window=7)),
     Shape((1, 4), 128, 16, "uint16", options=dict(window=40, return_lse=True)),
     Shape((4, 1), 80, 16, "bfloat16", options=dict(soft_cap=1.5)),
     Shape((2, 1), 8, 4, "uint16", columns=150, options=dict(window=9, sinks=True)),
-    Shape((2, 4), 8, 1, "float32", columns=300, options=dict(window=5, soft_cap=2.0)),
+    Shape((2, 4), 8, 1, "float32", columns=300, options=dict(window=5, soft_cap=2.0), interpreted=True),
     Shape((2, 3), 96, 16, "int8"),
-    Shape((2, 4), 32, 16, "int8", query=BF16, options=dict(window=24, soft_cap=3.0, sinks=True, return_lse=True)),
+    Shape((2, 4), 32, 16, "int8", query=BF16, options=EVERY_OPTION, interpreted=True),
+    Shape((2, 4), 128, 16, "bfloat16", query=BF16, interpreted=True),
     Shape((4, 1), 64, 8, "int8", options=dict(window=10**6, return_lse=True)),
-    Shape((2, 2), 192, 16, "uint8", options=dict(window=17, sinks=True, return_lse=True)),
+    Shape((2, 2), 192, 16, "uint8", options=dict(window=17, sinks=True, return_lse=True), interpreted=True),
     Shape((2, 2), 64, 16, "uint8", query=BF16),
-    Shape((1, 2), 96, 16, "float8_e4m3fn", options=dict(soft_cap=1.5, return_lse=True)),
-    Shape((1, 8), 256, 16, "float16", query=F16, options=dict(window=50, soft_cap=2.0)),
+    Shape((1, 2), 96, 16, "float8_e4m3fn", options=dict(soft_cap=1.5, return_lse=True), interpreted=True),
+    Shape((1, 8), 256, 16, "float16", query=F16, options=dict(window=50, soft_cap=2.0), interpreted=True),
     Shape((4, 1), 32, 16, "float16", options=dict(soft_cap=2.0, sinks=True)),
     Shape((1, 1), 256, 16, "float32", columns=12),
 ]
 SEQUENCES, ROWS = 11, 160
+each_shape = pytest.mark.parametrize(
+    ("shape", "backend"),
+    [(shape, backend) for shape in SHAPES for backend in available_backends()]
+    + [(shape, backend) for shape in SHAPES for backend in INTERPRETED if shape.interpreted],
+    ids=str,
+)
 
 
 def build(rng: np.random.Generator, shape: Shape, lengths: list[int], queries=None, **options) -> Case:
@@ -110,8 +120,7 @@ def check(case: Case, backend: str, bound: float) -> None:
         assert lse is None
 
 
-@each_backend
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_shape
 def test_decode(shape: Shape, backend: str) -> None:
     rng = fresh_rng()
     block, longest = shape.block_size, shape.columns * shape.block_size
@@ -128,8 +137,7 @@ def test_decode(shape: Shape, backend: str) -> None:
         check(build(rng, shape, lengths, share=share), backend, shape.bound)
 
 
-@each_backend
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_shape
 def test_mixed(shape: Shape, backend: str) -> None:
     rng = fresh_rng()
     longest = shape.columns * shape.block_size

@@ -25,6 +25,8 @@ from pallas_kernels import (
     write_kv,
 )
 
+each_backend = pytest.mark.parametrize("backend", (*available_backends(), "triton_interpreted"))
+
 
 def bits(x) -> np.ndarray:
     """The array's bytes, so that NaN equals NaN and -0 does not equal 0."""
@@ -58,7 +60,7 @@ def beyond_block_0(pages: KVPages) -> KVPages:
     return jax.tree.map(lambda pool: pool[1:], pages)
 
 
-@pytest.mark.parametrize("backend", available_backends())
+@each_backend
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_write_kv(storage: str, dtype: type, backend: str) -> None:
@@ -83,7 +85,7 @@ def test_write_kv(storage: str, dtype: type, backend: str) -> None:
     assert_same(beyond_block_0(write(on_device(pages), k, v, slots)), beyond_block_0(want))
 
 
-@pytest.mark.parametrize("backend", available_backends())
+@each_backend
 @pytest.mark.parametrize("storage", ["float32", "uint16", "int8"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_rotate_and_write(storage: str, dtype: type, backend: str) -> None:
@@ -128,8 +130,9 @@ def test_padding_rows_touch_block_0_only() -> None:
     assert_same(*(jax.tree.map(lambda pool: pool[1:], pages) for pages in (got, want)))
 
 
+@each_backend
 @pytest.mark.parametrize("storage", STORAGES)
-def test_copy_blocks(storage: str) -> None:
+def test_copy_blocks(storage: str, backend: str) -> None:
     rng = fresh_rng()
     pages = random_pages(rng, storage)
     # Block 5 is read and overwritten in one call: sources are read first. (0, 0) pads.
@@ -137,7 +140,7 @@ def test_copy_blocks(storage: str) -> None:
     want = jax.tree.map(np.copy, pages)
     for pool, old in zip(jax.tree.leaves(want), jax.tree.leaves(pages), strict=True):
         pool[[6, 5, 8]] = old[[5, 1, 2]]
-    got = jax.jit(copy_blocks, donate_argnums=0)(on_device(pages), src, dst)
+    got = jax.jit(partial(copy_blocks, backend=backend), donate_argnums=0)(on_device(pages), src, dst)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(g), bits(w))
 
