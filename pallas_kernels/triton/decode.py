@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tiles import arange, ceil_div
 from pallas_kernels.triton.tiles import (
     LEAST,
     LOG2_E,
@@ -34,9 +35,7 @@ from pallas_kernels.triton.tiles import (
     Geometry,
     Ref,
     Softmax,
-    arange,
     attend_keys,
-    ceil_div,
     flatten,
     get_geometry,
     load_rows,

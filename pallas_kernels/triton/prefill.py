@@ -14,7 +14,6 @@ row of the tile sees are worked off without a mask.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +24,14 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.batch import PagedBatch
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tiles import Tiles, arange, ceil_div, cut_tiles
 from pallas_kernels.triton.tiles import (
     LEAST,
     LOG2_E,
     Geometry,
     Ref,
     Softmax,
-    arange,
     attend_keys,
-    ceil_div,
     flatten,
     get_geometry,
     load_rows,
@@ -44,44 +42,10 @@ from pallas_kernels.triton.tiles import (
 TILE = 128  # rows of the products: two warp groups of 64
 
 
-class Tiles(NamedTuple):
-    """i32[I] each: the sequence, its first row in the batch, how many rows (0: no tile), that row's position."""
-
-    sequence: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    position: jax.Array
-
-
 def tile_height(rows: int, geometry: Geometry) -> int:
     """m, the rows of a tile's products, for a batch of so many query rows."""
     most = TILE if geometry.lanes <= 128 and geometry.dtype != jnp.float32 else TILE // 2
     return max(LEAST, power_of_two(geometry.group), min(most, power_of_two(rows * geometry.group)))
-
-
-def cut_tiles(batch: PagedBatch, first: jax.Array, rows: int, rows_each: int) -> Tiles:
-    """Tiles of `rows_each` rows of the sequences from `first` i32[1] on; the batch has `rows` rows in all."""
-    starts, lengths = batch.query_starts, batch.kv_lengths
-    assert starts is not None
-    sequences = lengths.shape[0]
-    counts = jnp.where((arange(sequences) >= first) & (lengths > 0), starts[1:] - starts[:-1], 0)
-    tiles = ceil_div(counts, rows_each)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    tile = arange(-(-rows // rows_each) + min(sequences, rows))
-    sequence = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
-
-    def of_sequence(x: jax.Array) -> jax.Array:
-        return x.at[sequence].get(mode="fill", fill_value=0)
-
-    before = (tile - of_sequence(ends - tiles)) * rows_each  # rows of the sequence before the tile
-    here = jnp.minimum(of_sequence(counts) - before, rows_each)
-    real = tile < ends[-1]
-    return Tiles(
-        jnp.where(real, sequence, 0),
-        of_sequence(starts[:-1]) + before,
-        jnp.where(real, here, 0),
-        of_sequence(lengths - counts) + before,
-    )
 
 
 def prefill_attention(
@@ -114,7 +78,7 @@ def prefill_attention(
     g = get_geometry(q, pages)
     height = tile_height(rows, g)
     rows_each = height // g.group
-    tiles = cut_tiles(batch, first, rows, rows_each)
+    tiles = cut_tiles(batch, first[0], rows, rows_each)
     kept = [out.reshape(rows * heads, head_dim)] + ([] if lse is None else [lse.reshape(-1)])
     sink = [] if sinks is None else [sinks]
     inputs = (q.reshape(rows * heads, head_dim), flatten(pages), batch.block_tables, tiles, *sink)

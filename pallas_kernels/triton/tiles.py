@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.checks import QUANTISED
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tiles import arange
 
 MASKED = -1e30  # finite, or a tile without a visible key would give inf - inf
 LOG2_E = math.log2(math.e)
@@ -30,16 +31,6 @@ Ref = Any
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def arange(n: int) -> jax.Array:
-    return lax.iota(jnp.int32, n)
-
-
-def ceil_div(a: jax.Array, b: int | jax.Array) -> jax.Array:
-    """ceil(a / b) of int32, a >= 0, b > 0."""
-    b = jnp.asarray(b, jnp.int32)
-    return lax.div(a + (b - 1), b)
 
 
 class Geometry(NamedTuple):
