@@ -12,6 +12,7 @@ from pallas_kernels.batch import PagedBatch
 if TYPE_CHECKING:
     from pallas_kernels.pages import KVPages
 
+LANES = 128  # columns of a TPU's registers, and of its memory whatever an array's width
 QUANTISED = ("int8", "float8_e4m3fn", "uint8")
 PAGE_DTYPES = ("float32", "bfloat16", "float16", "uint16", *QUANTISED)
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +28,11 @@ def require_int(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
         fail(name, f"shape {x.shape}", f"shape {shape}")
     if x.dtype != jnp.int32:
         fail(name, f"dtype {x.dtype}", "int32")
+
+
+def fits_width(head_dim: int, width: int) -> bool:
+    """Whether heads of so many numbers lie in pages `width` wide: as wide as they are, or the next multiple of 128."""
+    return width == head_dim or (head_dim > 0 and width == -(-head_dim // LANES) * LANES)
 
 
 def check_pages(pages: KVPages) -> None:
@@ -54,9 +60,9 @@ def check_pages(pages: KVPages) -> None:
 def check_attention(q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.Array | None) -> None:
     """Raises `ValueError` unless the arrays given to `paged_attention` fit together."""
     check_pages(pages)
-    _, kv_heads, _, head_dim = pages.k.shape
-    if q.ndim != 3 or q.shape[2] != head_dim:
-        fail("q", f"shape {q.shape}", f"[T, Hq, {head_dim}] to fit pages {pages.k.shape}")
+    _, kv_heads, _, width = pages.k.shape
+    if q.ndim != 3 or not fits_width(q.shape[2], width):
+        fail("q", f"shape {q.shape}", f"[T, Hq, {width}] to fit pages {pages.k.shape}")
     if q.dtype.name not in QUERY_DTYPES:
         fail("q", f"dtype {q.dtype}", f"one of {', '.join(QUERY_DTYPES)}")
     rows, heads = q.shape[:2]
@@ -84,10 +90,10 @@ def check_attention(q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.
 def check_write(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array) -> None:
     """Raises `ValueError` unless the arrays given to `write_kv` fit together."""
     check_pages(pages)
-    _, kv_heads, _, head_dim = pages.k.shape
+    _, kv_heads, _, width = pages.k.shape
     for name, x in (("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[1:] != (kv_heads, head_dim):
-            fail(name, f"shape {x.shape}", f"[T, {kv_heads}, {head_dim}] to fit pages {pages.k.shape}")
+        if x.ndim != 3 or x.shape[1] != kv_heads or not fits_width(x.shape[2], width):
+            fail(name, f"shape {x.shape}", f"[T, {kv_heads}, {width}] to fit pages {pages.k.shape}")
         if x.dtype.name not in QUERY_DTYPES:
             fail(name, f"dtype {x.dtype}", f"one of {', '.join(QUERY_DTYPES)}")
     if (k.shape, k.dtype) != (v.shape, v.dtype):

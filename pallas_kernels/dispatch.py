@@ -1,16 +1,21 @@
 """The public functions that several backends serve: arguments are checked once, here, and then one backend is called.
 
-"auto" is decided by the platform that is being lowered for: Triton kernels for NVIDIA GPUs, the native kernels for CPUs
-where they were built, XLA's operations elsewhere. A backend that cannot serve raises; nothing falls back in silence.
+"auto" is decided by the platform that is being lowered for: Triton kernels for NVIDIA GPUs, Mosaic kernels for TPUs,
+the native kernels for CPUs where they were built, XLA's operations elsewhere. A backend that cannot serve raises;
+nothing falls back in silence.
+
+Pages may be wider than heads (`init_pages` makes them so on TPUs): numbers are padded here, and no backend knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import oracle
@@ -22,6 +27,8 @@ from pallas_kernels.cpu.library import instruction_sets
 from pallas_kernels.pages import KVPages
 from pallas_kernels.refusal import refuse
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tpu import attention as tpu_attention
+from pallas_kernels.tpu import pages as tpu_pages
 from pallas_kernels.triton import attention as triton_attention
 from pallas_kernels.triton import pages as triton_pages
 from pallas_kernels.xla import attention as xla_attention
@@ -42,29 +49,28 @@ class Backend(NamedTuple):
     copy_blocks: Callable[..., KVPages] = xla_pages.copy_blocks
 
 
-def _triton(interpret: bool) -> Backend:
-    return Backend(
-        partial(triton_attention.attention, interpret=interpret),
-        partial(triton_pages.write_kv, interpret=interpret),
-        partial(triton_pages.rotate_and_write, interpret=interpret),
-        partial(triton_pages.copy_blocks, interpret=interpret),
-    )
+def _kernels(attention: Callable[..., Any], pages: ModuleType, interpret: bool) -> Backend:
+    """A backend of Pallas kernels; `interpret`: on XLA's operations."""
+    functions = (attention, pages.write_kv, pages.rotate_and_write, pages.copy_blocks)
+    return Backend(*(partial(function, interpret=interpret) for function in functions))
 
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(cpu_attention.attention, cpu_attention.write_kv, cpu_attention.rotate_and_write),
     "xla": Backend(xla_attention.attention),
-    "triton": _triton(interpret=False),
+    "triton": _kernels(triton_attention.attention, triton_pages, interpret=False),
+    "tpu": _kernels(tpu_attention.attention, tpu_pages, interpret=False),
     # For tests, on any device and slowly: NumPy on the host, and the kernels' own steps as XLA's operations.
     "oracle": Backend(oracle.attention),
-    "triton_interpreted": _triton(interpret=True),
+    "triton_interpreted": _kernels(triton_attention.attention, triton_pages, interpret=True),
+    "tpu_interpreted": _kernels(tpu_attention.attention, tpu_pages, interpret=True),
 }
-FOR_TESTS = ("oracle", "triton_interpreted")
+FOR_TESTS = ("oracle", "triton_interpreted", "tpu_interpreted")
 
 
 def _best_backends() -> dict[str, str]:
     """By platform, as JAX names them when it lowers; all others have "xla"."""
-    return {"cuda": "triton", **({"cpu": "cpu"} if instruction_sets() else {})}
+    return {"cuda": "triton", "tpu": "tpu", **({"cpu": "cpu"} if instruction_sets() else {})}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -133,7 +139,7 @@ def paged_attention(
         sinks: f32[Hq], one more logit a query head in the softmax's denominator, without a value.
         return_lse: return the log of the softmax's denominator too.
         backend: "auto" (the best for the platform that is lowered for), one of `available_backends()`, or one of
-            those for tests: "oracle" (NumPy on the host), "triton_interpreted" (the kernels on any device).
+            those for tests: "oracle" (NumPy on the host), "triton_interpreted" and "tpu_interpreted" (on any device).
 
     Returns:
         out [T, Hq, D] in q's dtype; softmax and sums are float32. Padding rows and rows of empty sequences: zeros.
@@ -150,7 +156,8 @@ def paged_attention(
     def attend(b: Backend, q: jax.Array, pages: KVPages, batch: PagedBatch, sinks: jax.Array | None) -> Any:
         return b.attention(q, pages, batch, spec, sinks)
 
-    out, lse = _call(backend, attend, q, pages, batch, sinks)
+    out, lse = _call(backend, attend, _widen(q, pages), pages, batch, sinks)
+    out = out[..., : q.shape[2]]
     if lse is None:
         return out
     return out, lse
@@ -171,6 +178,7 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array,
     """
     check_backend(backend)
     check_write(pages, k, v, write_slots)
+    k, v = _widen(k, pages), _widen(v, pages)
     return _call(backend, lambda b, *arrays: b.write_kv(*arrays), pages, k, v, write_slots)
 
 
@@ -197,6 +205,10 @@ def rotate_and_write(
     check_backend(backend)
     check_write(pages, k, v, write_slots)
     check_rotary(q, k, rotary)
+    if k.shape[2] != pages.k.shape[3]:  # what turns are pairs of a head's own numbers
+        return write_kv(pages, xla_pages.rotate(k, rotary), v, write_slots, backend=backend), xla_pages.rotate(
+            q, rotary
+        )
     return _call(backend, lambda b, *arrays: b.rotate_and_write(*arrays), pages, q, k, v, write_slots, rotary)
 
 
@@ -212,6 +224,12 @@ def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array, *, backend: str 
     check_backend(backend)
     check_copy(pages, src, dst)
     return _call(backend, lambda b, *arrays: b.copy_blocks(*arrays), pages, src, dst)
+
+
+def _widen(x: jax.Array, pages: KVPages) -> jax.Array:
+    """x [..., D] with zeros up to the pages' last axis."""
+    wider = pages.k.shape[3] - x.shape[-1]
+    return jnp.pad(x, (*((0, 0) for _ in x.shape[1:]), (0, wider))) if wider else x
 
 
 def check_backend(backend: str) -> None:

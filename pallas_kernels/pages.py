@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import QUANTISED, fail
+from pallas_kernels.checks import LANES, QUANTISED, fail
 from pallas_kernels.storage import quantise, storage_dtype, to_storage
 
 
@@ -35,13 +35,19 @@ class KVPages(NamedTuple):
 def init_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: jax.typing.DTypeLike) -> KVPages:
     """Zero pages of `num_blocks` blocks, in the default backend's storage dtype for `dtype`.
 
+    On TPUs head_dim is rounded up to a multiple of 128: they lay arrays out so anyway, and only so can the kernels copy
+    pages as they lie.
+
     `dtype`: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn), or one of those dtypes.
     """
     shape = (num_blocks, kv_heads, block_size, head_dim)
     for name, size in zip(("num_blocks", "kv_heads", "block_size", "head_dim"), shape, strict=True):
         if size < 1:
             fail(name, size, "at least 1")
-    stored = storage_dtype(dtype, jax.default_backend())
+    platform = jax.default_backend()
+    stored = storage_dtype(dtype, platform)
+    if platform == "tpu":
+        shape = (*shape[:3], -(-head_dim // LANES) * LANES)
     if stored.name not in QUANTISED:
         return KVPages(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
     scales = (jnp.zeros(shape[:3], jnp.float32) for _ in range(2))

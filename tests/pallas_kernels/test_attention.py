@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from paged_cases import Case, attend, fresh_rng, make_case, make_pages, relative_error
+from paged_cases import Case, attend, fresh_rng, make_case, make_pages, relative_error, widen
 
 from pallas_kernels import KVPages, PagedBatch, available_backends, check_batch, paged_attention, write_kv
 from pallas_kernels.oracle import reference_attention
 from pallas_kernels.xla import decode, prefill
 
-INTERPRETED = ("triton_interpreted",)  # kernels for other devices, on XLA's operations
-each_backend = pytest.mark.parametrize("backend", (*available_backends(), *INTERPRETED))
+TRITON, TPU = ("triton_interpreted",), ("tpu_interpreted",)  # kernels for other devices, on XLA's operations
+BOTH = TRITON + TPU
+each_backend = pytest.mark.parametrize("backend", (*available_backends(), *BOTH))
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Shape:
     columns: int = 40
     query: type = np.float32
     options: dict[str, Any] = field(default_factory=dict)
-    interpreted: bool = False  # run on interpreted kernels too, which take seconds to compile
+    interpreted: tuple[str, ...] = ()  # kernels that it is run on too, interpreted, which take seconds to compile
 
     def __str__(self) -> str:
         kv_heads, group = self.heads
@@ -54,28 +55,31 @@ SHAPES = [
     Shape((3, 3), 64, 16, "float32"),
     Shape((3, 3), 64, 16, "uint16"),
     Shape((3, 3), 64, 16, "uint16", query=BF16),
-    Shape((1, 9), 80, 8, "float32", options=dict(sinks=True, return_lse=True), interpreted=True),
+    Shape((1, 9), 80, 8, "float32", options=dict(sinks=True, return_lse=True), interpreted=BOTH),
     Shape((2, 2), 128, 32, "float32", columns=20, options=dict(window=7)),
     Shape((1, 4), 128, 16, "uint16", options=dict(window=40, return_lse=True)),
     Shape((4, 1), 80, 16, "bfloat16", options=dict(soft_cap=1.5)),
     Shape((2, 1), 8, 4, "uint16", columns=150, options=dict(window=9, sinks=True)),
-    Shape((2, 4), 8, 1, "float32", columns=300, options=dict(window=5, soft_cap=2.0), interpreted=True),
+    Shape((2, 4), 8, 1, "float32", columns=300, options=dict(window=5, soft_cap=2.0), interpreted=TRITON),
     Shape((2, 3), 96, 16, "int8"),
-    Shape((2, 4), 32, 16, "int8", query=BF16, options=EVERY_OPTION, interpreted=True),
-    Shape((2, 4), 128, 16, "bfloat16", query=BF16, interpreted=True),
+    Shape((2, 4), 32, 16, "int8", query=BF16, options=EVERY_OPTION, interpreted=TRITON),
+    Shape((2, 4), 128, 16, "bfloat16", query=BF16, interpreted=BOTH),
     Shape((4, 1), 64, 8, "int8", options=dict(window=10**6, return_lse=True)),
-    Shape((2, 2), 192, 16, "uint8", options=dict(window=17, sinks=True, return_lse=True), interpreted=True),
+    Shape((2, 2), 192, 16, "uint8", options=dict(window=17, sinks=True, return_lse=True), interpreted=TRITON),
     Shape((2, 2), 64, 16, "uint8", query=BF16),
-    Shape((1, 2), 96, 16, "float8_e4m3fn", options=dict(soft_cap=1.5, return_lse=True), interpreted=True),
-    Shape((1, 8), 256, 16, "float16", query=F16, options=dict(window=50, soft_cap=2.0), interpreted=True),
+    Shape((1, 2), 96, 16, "float8_e4m3fn", options=dict(soft_cap=1.5, return_lse=True), interpreted=TRITON),
+    Shape((1, 8), 256, 16, "float16", query=F16, options=dict(window=50, soft_cap=2.0), interpreted=TRITON),
     Shape((4, 1), 32, 16, "float16", options=dict(soft_cap=2.0, sinks=True)),
     Shape((1, 1), 256, 16, "float32", columns=12),
+    Shape((2, 3), 96, 128, "int8", columns=5, query=BF16, options=EVERY_OPTION, interpreted=TPU),
+    Shape((1, 2), 192, 128, "float8_e4m3fn", columns=5, options=dict(soft_cap=2.0), interpreted=TPU),
 ]
 SEQUENCES, ROWS = 11, 160
+CHUNKED = [("float32", None), ("uint16", None), ("int8", 37)]
 each_shape = pytest.mark.parametrize(
     ("shape", "backend"),
     [(shape, backend) for shape in SHAPES for backend in available_backends()]
-    + [(shape, backend) for shape in SHAPES for backend in INTERPRETED if shape.interpreted],
+    + [(shape, backend) for shape in SHAPES for backend in shape.interpreted],
     ids=str,
 )
 
@@ -205,8 +209,12 @@ def test_large_scores_do_not_overflow(backend: str) -> None:
         np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-3)
 
 
-@each_backend
-@pytest.mark.parametrize("where", ["q", "k", "v", "k_scales", "v_scales"])
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    list(itertools.product(["q", "k", "v", "k_scales", "v_scales"], available_backends()))
+    + list(itertools.product(["q", "v"], BOTH))
+    + [("v_scales", "triton_interpreted")],
+)
 def test_a_nan_stays_in_its_own_sequence(where: str, backend: str) -> None:
     """A broken request must not harm its neighbours in the batch."""
     rng = fresh_rng()
@@ -223,8 +231,11 @@ def test_a_nan_stays_in_its_own_sequence(where: str, backend: str) -> None:
         np.testing.assert_array_equal(np.delete(bad, 1, axis=0), np.delete(good, 1, axis=0))
 
 
-@each_backend
-@pytest.mark.parametrize(("storage", "window"), [("float32", None), ("uint16", None), ("int8", 37)])
+@pytest.mark.parametrize(
+    ("storage", "window", "backend"),
+    [(*options, backend) for options in CHUNKED for backend in available_backends()]
+    + [("float32", None, backend) for backend in BOTH],
+)
 def test_chunked_prefill_equals_one_shot(storage: str, window: int | None, backend: str) -> None:
     """A prompt written and attended to chunk by chunk, cut anywhere, the last tokens as decode steps."""
     rng = fresh_rng()
@@ -232,11 +243,11 @@ def test_chunked_prefill_equals_one_shot(storage: str, window: int | None, backe
     whole = make_case(rng, [length], [length], columns=columns, heads=heads, storage=storage)
     k, v = rng.standard_normal((2, length, heads[0], head_dim)).astype(np.float32)
     shape = whole.pages.k.shape
-    blank = make_pages(np.zeros(shape), np.zeros(shape), storage, np.ones((shape[0], block), bool))
+    blank = widen(make_pages(np.zeros(shape), np.zeros(shape), storage, np.ones((shape[0], block), bool)), backend)
 
     @jax.jit
     def step(q: Any, k: Any, v: Any, pages: KVPages, batch: PagedBatch) -> tuple[KVPages, jax.Array]:
-        pages = write_kv(pages, k, v, batch.write_slots)
+        pages = write_kv(pages, k, v, batch.write_slots, backend=backend)
         return pages, paged_attention(q, pages, batch, scale=whole.spec.scale, window=window, backend=backend)
 
     _, one_shot = step(whole.q, k, v, blank, whole.batch)

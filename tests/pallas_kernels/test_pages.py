@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from paged_cases import CPU_STORAGES, LARGEST, STORAGES, fresh_rng, make_pages, stored, values
+from paged_cases import (
+    CPU_STORAGES,
+    LARGEST,
+    STORAGES,
+    assert_same,
+    beyond_block_0,
+    bits,
+    fresh_rng,
+    make_pages,
+    on_device,
+    stored,
+    values,
+)
 
 from pallas_kernels import (
     KV_DTYPES,
@@ -28,36 +40,11 @@ from pallas_kernels import (
 each_backend = pytest.mark.parametrize("backend", (*available_backends(), "triton_interpreted"))
 
 
-def bits(x) -> np.ndarray:
-    """The array's bytes, so that NaN equals NaN and -0 does not equal 0."""
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.dtype.itemsize}")
-
-
-def assert_same(got: KVPages, want: KVPages) -> None:
-    """Bit for bit; scales to the last bit but one, for division by a constant may be done as a product."""
-    for g, w in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_array_equal(bits(g), bits(w))
-    for g, w in zip(got[2:], want[2:], strict=True):
-        assert (g is None) == (w is None)
-        if g is not None and w is not None:
-            np.testing.assert_allclose(g, w, rtol=2e-7)
-
-
 def random_pages(rng: np.random.Generator, storage: str) -> KVPages:
     """9 blocks of 4 tokens, 3 heads of 8; blocks 2 and 3 hold what is not to be read."""
     dead = np.zeros((9, 4), bool)
     dead[2:4] = True
     return make_pages(*rng.standard_normal((2, 9, 3, 4, 8)), storage, dead)
-
-
-def on_device(pages: KVPages) -> KVPages:
-    return jax.tree.map(jnp.asarray, pages)
-
-
-def beyond_block_0(pages: KVPages) -> KVPages:
-    """What may be read: whether padding rows are stored in block 0 is the backend's affair."""
-    return jax.tree.map(lambda pool: pool[1:], pages)
 
 
 @each_backend
