@@ -94,7 +94,7 @@ def _attend(q: Any, pages: Any, batch: Any, sinks: Any, spec: AttentionSpec, bac
 
 
 def widen(pages: KVPages, backend: str) -> KVPages:
-    """The pages as `init_pages` lays them out for the backend: on TPUs zeros fill them up to a multiple of 128 columns."""
+    """The pages as `init_pages` lays them out for the backend: on TPUs 128 columns wide, filled up with zeros."""
     if not backend.startswith("tpu"):
         return pages
     spare = ((0, 0), (0, 0), (0, 0), (0, -pages.k.shape[3] % 128))

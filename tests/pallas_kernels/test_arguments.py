@@ -118,8 +118,8 @@ def test_pages_refuse() -> None:
         rotate_and_write(pages, row[:2], row, row, slots, (half, half))
     with pytest.raises(ValueError, match=r"sin: got float32\(3, 8\); allowed is float32\(3, 4\)"):
         rotate_and_write(pages, row, row, row, slots, (half, jnp.zeros((3, 8))))
-    with pytest.raises(ValueError, match="backend: got 'tpu'"):
-        write_kv(pages, row, row, slots, backend="tpu")
+    with pytest.raises(ValueError, match="backend: got 'mps'"):
+        write_kv(pages, row, row, slots, backend="mps")
 
 
 def test_refusals_come_while_tracing_too() -> None:
