@@ -55,14 +55,20 @@ def multiply_head(hidden: jax.Array, weight: jax.Array, vocab: int, live: jax.Ar
 def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int, dtype: jnp.dtype) -> jax.Array:
     """table[ids], `dtype` [T, H] from [V, H] or packed; ids i32[T] outside [0, V) are clipped.
 
-    bfloat16 rows are gathered as bits: XLA:CPU turns a gather of bfloat16 into one of float32 and converts the whole
-    table first, in every step. The barrier ties the table to the ids: or XLA moves the change of type out of a decode
-    loop, where it becomes a copy of the table.
+    bfloat16 rows are gathered as bits on CPU: XLA:CPU turns a gather of bfloat16 into one of float32 and converts the
+    whole table first, in every step. The barrier ties the table to the ids: or XLA moves the change of type out of a
+    decode loop, where it becomes a copy of the table. On TPUs the bits are such a copy.
     """
     if is_packed(table):
         return cpu_linear.take_rows(table, ids, vocab, features, dtype)
     if table.dtype != jnp.bfloat16:
         return table.at[ids].get(mode="clip")
+    return lax.platform_dependent(
+        table, ids, cpu=_take_rows_as_bits, default=lambda table, ids: table.at[ids].get(mode="clip")
+    )
+
+
+def _take_rows_as_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
     table, ids = lax.optimization_barrier((table, ids))
     rows = lax.bitcast_convert_type(table, jnp.uint16).at[ids].get(mode="clip")
     return lax.bitcast_convert_type(rows, table.dtype)
