@@ -16,6 +16,8 @@ import jax
 from jpaged_models import describe_backend
 
 from jpaged.cli_options import ENGINE, SAMPLING, add_engine_arguments, add_sampling_arguments, pick
+from jpaged.commands.bench import add_bench
+from jpaged.commands.chat import add_chat
 from jpaged.commands.serve import add_serve
 from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
@@ -61,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling_arguments(generate.add_argument_group("sampling (default: as the model's checkpoint recommends)"))
     add_engine_arguments(generate.add_argument_group("engine"))
     add_serve(commands)
+    add_chat(commands)
+    add_bench(commands)
     return parser
 
 

@@ -33,4 +33,5 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "root": service.model,
         "parent": None,
         "max_model_len": service.max_model_len,
+        "vocab_size": service.engine.engine.model.vocab_size,
     }
