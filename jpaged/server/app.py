@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.server import admin, chat, completions, models, tokens
+from jpaged.server import admin, chat, completions, dashboard, models, tokens
 from jpaged.server.errors import handle_error
 from jpaged.server.metrics import CountAnswers
 from jpaged.server.middleware import ApiKeys, BodyLimit, RequestIds
@@ -33,6 +33,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/version", admin.version),
     ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
     ("GET", "/metrics", admin.metrics),
+    ("GET", "/dashboard", dashboard.show_page),
+    ("GET", "/dashboard/events", dashboard.send_events),
 )
 
 

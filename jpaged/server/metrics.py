@@ -85,6 +85,8 @@ class Metrics:
         self.progress: dict[Request, Progress] = {}
         self.last: dict[str, int] = {}  # the engine's counters when they were last looked at
         self.last_step: float | None = None
+        self.first_token_sum, self.first_token_count = 0.0, 0  # seconds; for the dashboard, as those below
+        self.between_tokens_sum, self.between_tokens_count = 0.0, 0
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._describe_requests()
@@ -247,9 +249,14 @@ class Metrics:
             seen = self.progress[request] = Progress()
             if request.index == 0:
                 self.prompt_tokens.inc(len(request.prompt_token_ids))
-            self.first_token.observe(request.first_token_time - request.arrival_time)
+            waited = request.first_token_time - request.arrival_time
+            self.first_token.observe(waited)
+            self.first_token_sum += waited
+            self.first_token_count += 1
         elif tokens > seen.tokens:
             new = tokens - seen.tokens
+            self.between_tokens_sum += request.last_token_time - seen.time
+            self.between_tokens_count += new
             for _ in range(new):  # tokens that come together took their shares of the time
                 self.between_tokens.observe((request.last_token_time - seen.time) / new)
         # A stop string may have taken tokens off again that were counted.

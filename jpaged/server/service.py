@@ -16,6 +16,7 @@ from starlette.requests import Request
 from jpaged.async_engine import AsyncEngine
 from jpaged.sampling_params import SamplingParams
 from jpaged.server.errors import ApiError
+from jpaged.server.feed import Feed
 from jpaged.server.metrics import Metrics
 from jpaged.server.settings import ServerSettings
 from jpaged.server.tool_parsers import detect_parser
@@ -33,6 +34,7 @@ class Service:
     defaults: SamplingParams  # what the checkpoint recommends
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is told to stop
+    feed: Feed = field(default_factory=Feed)  # of the dashboard
     # Tokenizing and templates are kept off the event loop: a long prompt must not hold up everybody's streams.
     workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize"))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from types import SimpleNamespace
 
 import httpx
@@ -241,3 +243,15 @@ def test_block_times():
     assert times.pick() is block
     times.remove(block)
     assert told == {"life": [15.0], "idle": [5.0], "reuse": [4.0]} and not inner
+
+
+def test_the_grafana_dashboard_asks_for_metrics_that_there_are(engine, root):
+    (answer,) = ask(engine, {}, ("GET", "/metrics", {}))
+    known = set(re.findall(r"^# TYPE (\S+) (?:gauge|counter|histogram)", answer.text, flags=re.M))
+    dashboard = json.loads((root / "docs/grafana/jpaged.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for expression in expressions for name in re.findall(r"jpaged:\w+", expression)}
+    assert len(asked) > 20
+    assert {
+        name for name in asked if name not in known and re.sub(r"_(bucket|sum|count)$", "", name) not in known
+    } == set()
