@@ -138,7 +138,7 @@ class Runner:
         log.info("attention by %s, products by %s", *self.backends)
         if linear == "cpu":
             loaded = pack_model(loaded)
-        self.params = loaded.params
+        self.params, self.graphdef = loaded.params, loaded.graphdef
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
         prefer_huge_pages(jax.tree.leaves(self.state.cache))

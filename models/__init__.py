@@ -4,6 +4,8 @@ from pallas_kernels import describe_backend, prefer_huge_pages
 
 from .cache_blocks import copy_cache_blocks, read_cache_blocks, write_cache_blocks
 from .config import ModelConfig
+from .contiguous import TILE as CONTIGUOUS_TILE
+from .contiguous import contiguous_attend
 from .decoder import Attend, Decoder
 from .errors import CheckpointError, ConfigError
 from .generation import GenerationDefaults
@@ -15,6 +17,7 @@ from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "CONTIGUOUS_TILE",
     "LINEAR_BACKENDS",
     "QUANTIZATIONS",
     "Attend",
@@ -27,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "Tokenizer",
     "check_quantization",
+    "contiguous_attend",
     "copy_cache_blocks",
     "describe_backend",
     "flatten_params",

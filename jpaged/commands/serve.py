@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.cli_options import ENGINE, add_engine_arguments, pick
+from jpaged.embedding import POOLINGS
 
 EXTRA = 'pip install "jpaged[server]"'
 SETTINGS = (
@@ -18,6 +19,7 @@ SETTINGS = (
     "shutdown_timeout",
     "trust_request_chat_template",
     "allow_credentials",
+    "embeddings",
 )
 LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 
@@ -54,6 +56,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-keyfile", metavar="FILE", help="... and this key")
     add("--uvicorn-log-level", choices=["critical", "error", "warning", "info", "debug"], default="info")
     add("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+    add("--embeddings", choices=POOLINGS, help="serve /v1/embeddings, pooled so (default: no; a program more a length)")
     add = parser.add_argument_group("chat").add_argument
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself (default: the checkpoint's)")
     add("--trust-request-chat-template", action="store_true", help="let clients bring a template")

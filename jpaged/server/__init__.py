@@ -2,9 +2,9 @@
 
 serving.py       from command-line settings to a running server; settings.py
 app.py           routes and middleware; service.py is what every route works with
-completions.py, chat.py, tokens.py, models.py, admin.py    the routes
+completions.py, chat.py, embeddings.py, tokens.py, models.py, admin.py    the routes
 protocol_*.py    requests as pydantic models, checked where they come in
 choices.py, logprob_objects.py, event_stream.py            what goes out
 tool_parsers/    tool calls out of what a model writes
-metrics.py, page_map.py, dashboard/                        what an operator sees
+metrics.py, block_times.py, dashboard/, feed.py            what an operator sees
 """

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.server import admin, chat, completions, dashboard, models, tokens
+from jpaged.server import admin, chat, completions, dashboard, embeddings, models, tokens
 from jpaged.server.errors import handle_error
 from jpaged.server.metrics import CountAnswers
 from jpaged.server.middleware import ApiKeys, BodyLimit, RequestIds
@@ -24,6 +24,7 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions.create_completion),
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
+    ("POST", "/v1/embeddings", embeddings.create_embeddings),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model:path}", models.get_model),
     ("POST", "/tokenize", tokens.tokenize),

@@ -150,6 +150,14 @@ class Metrics:
         self.queries = self._counter("prefix_cache_queries", "Tokens of prompts looked up in the prefix cache")
         self.hits = self._counter("prefix_cache_hits", "Of them, those found")
         self.evictions = self._counter("prefix_cache_evictions", "Cached blocks that had to make way")
+        self.restored = self._counter(
+            "prefix_cache_restored_tokens", "Of the hits, those copied back from host or disk"
+        )
+        self.swapped_out = self._counter("swap_out_bytes", "Bytes of KV blocks copied to host memory")
+        self.swapped_in = self._counter("swap_in_bytes", "Bytes of KV blocks copied back")
+        store = scheduler.store
+        self._gauge("kv_host_blocks", "KV blocks in host memory", lambda: len(store.blocks))
+        self._gauge("kv_disk_blocks", "KV blocks in files", lambda: 0 if store.disk is None else len(store.disk))
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", ITERATION)
         self.step_time = self._histogram("step_duration_seconds", "From the end of a step to that of the next", STEP)
         info = {
@@ -217,6 +225,10 @@ class Metrics:
         self._count_up(self.queries, "queries", scheduler.prefix_queries)
         self._count_up(self.hits, "hits", scheduler.prefix_hits)
         self._count_up(self.evictions, "evictions", scheduler.index.evictions)
+        swapping, size = scheduler.swapping, scheduler.store.block_bytes
+        self._count_up(self.restored, "restored", swapping.cache_hits * engine.config.block_size)
+        self._count_up(self.swapped_out, "saved", swapping.saved * size)
+        self._count_up(self.swapped_in, "restored bytes", swapping.restored * size)
         computed = collector.prompt_tokens + collector.generation_tokens
         if computed > self.last.get("computed", 0):
             self.iteration_tokens.observe(computed - self.last.get("computed", 0))

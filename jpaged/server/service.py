@@ -14,6 +14,7 @@ from jpaged_models import Tokenizer
 from starlette.requests import Request
 
 from jpaged.async_engine import AsyncEngine
+from jpaged.embedding import Embedder
 from jpaged.sampling_params import SamplingParams
 from jpaged.server.errors import ApiError
 from jpaged.server.feed import Feed
@@ -32,6 +33,7 @@ class Service:
     settings: ServerSettings
     metrics: Metrics
     defaults: SamplingParams  # what the checkpoint recommends
+    embedder: Embedder | None = None  # None: no embeddings
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is told to stop
     feed: Feed = field(default_factory=Feed)  # of the dashboard
@@ -66,6 +68,14 @@ class Service:
         if name and name not in self.settings.served_model_names:
             known = ", ".join(map(repr, self.settings.served_model_names))
             raise ApiError(f"there is no model {name!r} here, only {known}", 404, param="model", code="model_not_found")
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for an id that the model does not know."""
+        vocab = self.engine.engine.model.vocab_size
+        if bad := [token for token in ids if not 0 <= token < vocab]:
+            raise ApiError(
+                f"token id {bad[0]} is outside the model's vocabulary: ids are 0 to {vocab - 1}", param=param
+            )
 
     async def work(self, function: Callable[[], T]) -> T:
         """Run a function in a thread."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from jpaged.async_engine import AsyncEngine
+from jpaged.embedding import Embedder
 from jpaged.llm import LLM
 from jpaged.server.app import make_app
 from jpaged.server.metrics import Metrics
@@ -22,7 +23,11 @@ LAST_WORDS = 5.0  # seconds for telling the clients of requests that were ended
 def make_service(llm: LLM, settings: ServerSettings) -> Service:
     metrics = Metrics(llm.engine, settings.served_model_names[0])
     engine = AsyncEngine(llm.engine, max_queue_len=settings.max_queue_len, observer=metrics)
-    return Service(engine, settings, metrics, llm.default_sampling_params())
+    embedder = None
+    if settings.embeddings is not None:
+        embedder = Embedder(llm.engine, settings.embeddings)
+        embedder.warm_up()
+    return Service(engine, settings, metrics, llm.default_sampling_params(), embedder)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class ServerSettings:
     write_timeout        seconds in which a client must take something of a stream, or it is given up
     shutdown_timeout     seconds that requests under way have to end when the server is told to stop
     tool_call_parser     a name of tool_parsers.PARSERS; None: what the chat template shows, if it shows any
+    embeddings           how /v1/embeddings pools, one of embedding.POOLINGS; None: there is no such route
     chat_template        Jinja source in place of the checkpoint's
     trust_request_chat_template  whether clients may bring a template
     allowed_origins, allowed_methods, allowed_headers, allow_credentials    CORS; no origin: no CORS
@@ -31,6 +32,7 @@ class ServerSettings:
     write_timeout: float = 60.0
     shutdown_timeout: float = 20.0
     tool_call_parser: str | None = None
+    embeddings: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     allowed_origins: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jpaged.server.chat import render_chat
-from jpaged.server.errors import ApiError
 from jpaged.server.protocol_tokens import DetokenizeBody, TokenizeBody
 from jpaged.server.service import Service, read_body
 
@@ -28,9 +27,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
-    vocab = service.engine.engine.model.vocab_size
-    if bad := [token for token in body.tokens if token >= vocab]:
-        raise ApiError(f"token id {bad[0]} is outside the model's vocabulary: ids are 0 to {vocab - 1}", param="tokens")
+    service.check_ids(body.tokens, "tokens")
     tokenizer = service.tokenizer
     text = await service.work(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return JSONResponse({"prompt": text})

@@ -23,6 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 SIZES = ["--max-model-len", "128", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
+OPTIONS = ["--served-model-name", "tiny", "small", "--max-queue-len", "24", "--embeddings", "mean"]
 # Programs run once or twice: what is slow is to compile them. And none of them is to go to the user's cache folder.
 QUICK = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
@@ -70,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="package")
 def server(checkpoint: str) -> Iterator[ServerProcess]:
     root = Path(__file__).resolve().parents[3]
-    started = ServerProcess(checkpoint, root, "--served-model-name", "tiny", "small", "--max-queue-len", "24")
+    started = ServerProcess(checkpoint, root, *OPTIONS)
     yield started
     if started.process.poll() is None:
         started.process.kill()

@@ -79,6 +79,11 @@ def test_origins(engine):
     assert "access-control-allow-origin" not in closed.headers
 
 
+def test_embeddings_are_asked_for_at_start(engine):
+    (answer,) = ask(engine, {}, ("POST", "/v1/embeddings", {"json": {"input": [5]}}))
+    assert answer.status_code == 404 and "--embeddings mean, or last" in answer.json()["error"]["message"]
+
+
 def test_a_dead_engine(engine):
     completion = ("POST", "/v1/completions", {"json": {"prompt": [5]}})
     health, answer, models = ask(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import openai
 import pytest
 from ascii_model import ascii_tokenizer
@@ -248,6 +249,25 @@ def test_a_conversation_with_tool_calls_goes_on(client):
     answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=3, temperature=0)
     prompt = "first<tool_call>second<tool_call>user:hi;assistant:None;tool:done;a:"
     assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_embeddings(client):
+    texts = ["hello", "hello", "other words"]
+    answer = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+    first, again, other = (np.array(each.embedding) for each in answer.data)
+    assert [each.index for each in answer.data] == [0, 1, 2] and first.shape == (32,)
+    assert np.linalg.norm(first) == pytest.approx(1, abs=1e-5) and (first == again).all() and (first != other).any()
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 21 and answer.object == "list"
+    ids = client.embeddings.create(model="tiny", input=TOKENIZER.encode("hello"), encoding_format="float")
+    assert np.allclose(ids.data[0].embedding, first, atol=1e-6)
+    for bad, says in (
+        ({"input": "a" * 129}, "129 tokens; allowed are 1 to 128"),
+        ({"dimensions": 8}, "dimensions must"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.embeddings.create(**{"model": "tiny", "input": "a", **bad})
+    with pytest.raises(openai.BadRequestError, match="token id 97 is outside"):
+        client.embeddings.create(model="tiny", input=[97])
 
 
 def test_errors_are_those_of_the_client(client):
