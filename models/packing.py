@@ -1,9 +1,11 @@
 """Weights as the native CPU kernels read them, chosen once when an engine starts."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pallas_kernels import available_backends
@@ -54,7 +56,7 @@ def pack_model(loaded: LoadedModel, *, quantization: str | None = None, consume:
         if quantization not in (None, loaded.quantization):
             raise ValueError(f"quantization {quantization!r} is asked for, but the model was packed without it")
         return loaded
-    pack = pack_weight if quantization is None else quantize_weight
+    pack = _packer(quantization)
     decoder = abstract_decoder(loaded.config, loaded.dtype)
     gated = {"embedding": False}
     for path, module in nnx.iter_modules(decoder):
@@ -66,3 +68,14 @@ def pack_model(loaded: LoadedModel, *, quantization: str | None = None, consume:
         array = source.pop(name)
         packed[name] = jnp.asarray(pack(array, gated=gated[name])) if name in gated else array
     return dataclasses.replace(loaded, params=packed)
+
+
+def pack_as(loaded: LoadedModel, weight: jax.Array) -> jax.Array:
+    """A weight [N, K] of the model's dtype in the layout of the model's own."""
+    if not is_packed(loaded.params["embedding"]):
+        return weight
+    return jnp.asarray(_packer(loaded.quantization)(weight))
+
+
+def _packer(quantization: str | None) -> Callable[..., np.ndarray]:
+    return pack_weight if quantization is None else quantize_weight

@@ -32,10 +32,29 @@ def paged_attend(batch: PagedBatch, backend: str = "auto") -> Attend:
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: KVPages, spec: AttentionSpec
     ) -> tuple[jax.Array, KVPages]:
-        cache, q = pallas_kernels.rotate_and_write(cache, q, k, v, batch.write_slots, rotary, backend=backend)
-        seen = pallas_kernels.paged_attention(
-            q, cache, batch, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, backend=backend
-        )
-        return seen, cache
+        cache, q = write_cache(cache, q, k, v, rotary, batch, backend)
+        return read_cache(cache, q, batch, spec, backend), cache
 
     return attend
+
+
+def write_cache(
+    cache: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rotary: Rotary,
+    batch: PagedBatch,
+    backend: str = "auto",
+) -> tuple[KVPages, jax.Array]:
+    """Rotate q [T,Hq,D] and k, store k and v [T,Hkv,D]: (cache, q)."""
+    return pallas_kernels.rotate_and_write(cache, q, k, v, batch.write_slots, rotary, backend=backend)
+
+
+def read_cache(
+    cache: KVPages, q: jax.Array, batch: PagedBatch, spec: AttentionSpec, backend: str = "auto"
+) -> jax.Array:
+    """What rotated queries [T,Hq,D] see in the pages, [T,Hq,D]."""
+    return pallas_kernels.paged_attention(
+        q, cache, batch, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, backend=backend
+    )
