@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jpaged_models import Decoder, KVPages, LoadedModel, init_cache, merge_params
+from jpaged_models import Decoder, LoadedModel, init_cache, merge_params
 from jpaged_models.layers import Linear, take_rows
 from jpaged_models.paged import PagedBatch, read_cache, write_cache
 from jpaged_models.rope import rotary_table
