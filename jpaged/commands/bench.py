@@ -14,8 +14,8 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure a server or the engine",
-        description="Measure a server, the engine, one of its steps, or how fast they start. Options and JSON names are "
-        "vLLM's.",
+        description="Measure a server, the engine, one of its steps, or how fast they start. Options and JSON names "
+        "are vLLM's.",
     )
     benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCHMARK", title="benchmarks")
     for add in (add_serve, add_throughput, add_latency, add_startup, add_step):
