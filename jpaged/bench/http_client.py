@@ -27,9 +27,12 @@ class HttpClient:
         self.api_key = api_key
 
     async def get_json(self, path: str) -> Any:
-        """The JSON at a path. Raises HttpError, or OSError if nobody answers."""
+        return json.loads(await self.get(path))
+
+    async def get(self, path: str) -> bytes:
+        """What is at a path. Raises HttpError, or OSError if nobody answers."""
         async with contextlib.aclosing(self._exchange("GET", path, None)) as pieces:
-            return json.loads(b"".join([piece async for piece in pieces]))
+            return b"".join([piece async for piece in pieces])
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
         """The data, as JSON, of the events that answer a POST. Raises HttpError, for an event of an error too."""

@@ -10,13 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jpaged.server import admin, chat, completions, dashboard, embeddings, models, tokens
 from jpaged.server.errors import handle_error
 from jpaged.server.metrics import CountAnswers
 from jpaged.server.middleware import ApiKeys, BodyLimit, RequestIds
+from jpaged.server.openapi import describe_api
 from jpaged.server.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
@@ -62,8 +63,13 @@ def make_app(service: Service) -> Starlette:
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
     middleware.append(Middleware(BodyLimit, limit=settings.max_request_bytes))
+    document = describe_api([(method, path) for method, path, _ in ROUTES])
+
+    async def show_document(service: Service, request: Request) -> Response:
+        return JSONResponse(document)
+
     return Starlette(
-        routes=[route(*each) for each in ROUTES],
+        routes=[*(route(*each) for each in ROUTES), route("GET", "/openapi.json", show_document)],
         middleware=middleware,
         exception_handlers={HTTPException: handle_error},
     )

@@ -75,16 +75,19 @@ class EventStream(Response):
             try:
                 async for data in self.events:
                     await self._send(send, data)
+            except Disconnected:
+                raise
             except Exception as error:
-                if isinstance(error, TimeoutError):
-                    log.warning("a client that took nothing for %g s was given up", self.write_timeout)
-                    raise Disconnected from error
                 await self._send(send, event(as_api_error(error).body()) + DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(self.write_timeout):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        try:
+            async with asyncio.timeout(self.write_timeout):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError as error:
+            log.warning("a client that took nothing for %g s was given up", self.write_timeout)
+            raise Disconnected from error
 
 
 async def start_stream(request: Request, events: AsyncGenerator[bytes, None], write_timeout: float) -> Response:
