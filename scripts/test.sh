@@ -28,7 +28,7 @@ heading() { printf '\n== %s\n' "$*"; }
 describe() { "$1" -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")'; }
 
 # A file of tests stays in one process (tests/conftest.py): its tests share what they compile. Each may take 3 GB.
-workers=(-n auto --maxprocesses 4 --dist loadgroup)
+workers=(-n auto --maxprocesses 4 --dist loadfile)
 
 python=$(need_python)
 make_env .venv '.[test]' "$python"

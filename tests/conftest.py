@@ -24,17 +24,26 @@ SMOKE_FILES = {
     "pallas_kernels/test_no_copies.py",
     "pallas_kernels/test_pages.py",
 }
+# Its files share a server process.
+SHARING_FOLDER = "tests/jpaged/server/"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        file = item.path.relative_to(ROOT / "tests").as_posix()
-        if file in SMOKE_FILES:
+        if item.path.relative_to(ROOT / "tests").as_posix() in SMOKE_FILES:
             item.add_marker(pytest.mark.smoke)
-        # With xdist a file's tests run in one process, and so do all that use the one server process.
-        served = "server" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("server" if served else file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With xdist a file's tests run in one process, and so do all of SHARING_FOLDER."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARING_FOLDER if nodeid.startswith(SHARING_FOLDER) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

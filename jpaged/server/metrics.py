@@ -67,6 +67,8 @@ ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5)
 BLOCK_LIFE = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
 
 @dataclass
 class Progress:
@@ -303,7 +305,7 @@ class Metrics:
 
 
 class CountAnswers:
-    """Middleware: counts answers by status. Paths are those of routes, so that nobody can make up new ones."""
+    """Middleware: counts answers by status. Methods and paths are known ones, so that nobody can make up series."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self.app = app
@@ -314,10 +316,11 @@ class CountAnswers:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         path = scope["path"] if scope["path"] in self.paths else "other"
+        method = scope["method"] if scope["method"] in METHODS else "other"
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.metrics.http_requests.labels(scope["method"], path, str(message["status"])).inc()
+                self.metrics.http_requests.labels(method, path, str(message["status"])).inc()
             await send(message)
 
         await self.app(scope, receive, send_counted)
