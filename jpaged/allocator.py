@@ -5,7 +5,8 @@ The KV cache is cut into `N` blocks of `block_size` tokens. Two pytrees say who 
     BlockPool     free      i32[N]     a stack: free[:num_free] are the free ids, free[num_free - 1] on top
                   num_free  i32[]
                   refcount  i32[N]     owners of each block: table rows and the prefix cache's holds
-    BlockTables   blocks    i32[S, M]  row s owns blocks[s, :blocks_needed(length[s])]; those past them are 0
+    BlockTables   blocks    i32[S, M]  row s owns blocks[s, :blocks_needed(length[s])]; those past them are 0, and so
+                                       are the first ones that it gave up (`slide`)
                   length    i32[S]     tokens of row s
 
 Block 0 is the null block: padding is written there and nothing reads it. Never free, never referenced.
@@ -138,7 +139,7 @@ def release(pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size
     def drop_rows(rows: jax.Array, pool: BlockPool) -> BlockPool:
         ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
         owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
-        return _drop_references(pool, jnp.where(column < owned[:, None], ids, num_blocks).reshape(-1))
+        return _drop_references(pool, jnp.where((column < owned[:, None]) & (ids > 0), ids, num_blocks).reshape(-1))
 
     def clear_rows(rows: jax.Array, blocks: jax.Array) -> jax.Array:
         return blocks.at[rows].set(0, mode="drop")
@@ -150,14 +151,42 @@ def release(pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size
     return pool, BlockTables(blocks, jnp.where(live, 0, tables.length))
 
 
+def slide(pool: BlockPool, tables: BlockTables, first: jax.Array, *, block_size: int) -> tuple[BlockPool, BlockTables]:
+    """Row s gives up its entries before column `first[s]`, i32[S]: they become 0, and rows keep their lengths.
+
+    For attention with a window, which never reads them again. Blocks nobody owns any more become free. Cannot fail;
+    entries given up before are left alone, and so are those past a row's end.
+    """
+    _, max_blocks, num_blocks = _check(pool, tables, block_size, first=first)
+    column = jnp.arange(max_blocks, dtype=jnp.int32)
+    first = jnp.minimum(first, blocks_needed(tables.length, block_size))
+
+    def gone(rows: jax.Array) -> jax.Array:
+        return column < first.at[rows].get(mode="fill", fill_value=0)[:, None]
+
+    def drop_entries(rows: jax.Array, pool: BlockPool) -> BlockPool:
+        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
+        return _drop_references(pool, jnp.where(gone(rows) & (ids > 0), ids, num_blocks).reshape(-1))
+
+    def clear_entries(rows: jax.Array, blocks: jax.Array) -> jax.Array:
+        ids = blocks.at[rows].get(mode="fill", fill_value=0)
+        return blocks.at[rows].set(jnp.where(gone(rows), 0, ids), mode="drop")
+
+    # Two walks, as in `release`.
+    pool = over_tiles(first > 0, _TILE, drop_entries, pool)
+    blocks = over_tiles((first > 0) & (pool.num_free >= 0), _TILE, clear_entries, tables.blocks)
+    return pool, tables._replace(blocks=blocks)
+
+
 def open_rows(
     tables: BlockTables, rows: jax.Array, columns: jax.Array, *, block_size: int
 ) -> tuple[BlockTables, jax.Array]:
     """Make room for `share`: empty rows get the length of the full blocks that it will attach to them.
 
-    `rows` and `columns` i32[K] name table entries, every column from 0 on for each row; row S is padding. The
-    entries stay 0 until `share` fills them; what comes between (`grow`) goes to the columns behind them. Returns
-    (tables, ok bool[]); ok is False and nothing changes where a row is not empty or a place is outside the tables.
+    `rows` and `columns` i32[K] name table entries, every column from 0 on for each row, or (with a window, see
+    `slide`) from a later one on; row S is padding. The entries stay 0 until `share` fills them; what comes between
+    (`grow`) goes to the columns behind them. Returns (tables, ok bool[]); ok is False and nothing changes where a row
+    is not empty or a place is outside the tables.
     """
     num_rows = tables.length.shape[0]
     used, ok = _check_places(tables, rows, columns)
@@ -217,7 +246,8 @@ def fork(
         # A parent is never a child (one is empty, the other is not): its row is as it was.
         ids = table.at[source.at[rows].get(mode="fill", fill_value=num_rows)].get(mode="fill", fill_value=0)
         owned = blocks_needed(length.at[rows].get(mode="fill", fill_value=0), block_size)
-        refcount = refcount.at[jnp.where(column < owned[:, None], ids, num_blocks)].add(1, mode="drop")
+        kept = (column < owned[:, None]) & (ids > 0)
+        refcount = refcount.at[jnp.where(kept, ids, num_blocks)].add(1, mode="drop")
         return refcount, table.at[rows].set(ids, mode="drop")
 
     refcount, table = over_tiles(child, _TILE, copy_rows, (pool.refcount, tables.blocks))
@@ -241,9 +271,10 @@ def reorder(
     column = jnp.arange(max_blocks, dtype=jnp.int32)
 
     def live(rows: jax.Array) -> jax.Array:
-        """Block ids of rows i32[_TILE] of the old tables, N past their ends."""
+        """Block ids of rows i32[_TILE] of the old tables, N where there is none."""
         ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
-        return jnp.where(column < owned.at[rows].get(mode="fill", fill_value=0)[:, None], ids, num_blocks).reshape(-1)
+        inside = column < owned.at[rows].get(mode="fill", fill_value=0)[:, None]
+        return jnp.where(inside & (ids > 0), ids, num_blocks).reshape(-1)
 
     def take(rows: jax.Array, refcount: jax.Array) -> jax.Array:
         rows = source.at[rows].get(mode="fill", fill_value=num_rows)

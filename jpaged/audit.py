@@ -39,11 +39,13 @@ def audit(
     *,
     block_size: int,
     writing: jax.Array | None = None,
+    slides: bool = False,
 ) -> jax.Array:
     """Violations of each of `INVARIANTS`, in their order: i32[12]; all zero is right. Jit-able.
 
     holds    i32[N], references that the prefix cache has to each block; None: it has none
     writing  bool[S], rows about to append at `length` (after `copy_on_write`); None: none are
+    slides   whether rows may have given up their first entries
     """
     num_blocks, (num_rows, max_blocks) = pool.refcount.shape[0], tables.blocks.shape
     zeros = jnp.zeros(num_blocks, jnp.int32)
@@ -56,6 +58,8 @@ def audit(
 
     owned = blocks_needed(jnp.clip(tables.length, 0, max_blocks * block_size), block_size)
     live = column < owned[:, None]
+    if slides:
+        live &= jnp.cumsum(tables.blocks != 0, axis=1) > 0
     known = (tables.blocks >= 1) & (tables.blocks < num_blocks)
     references = zeros.at[jnp.where(live & known, tables.blocks, num_blocks)].add(1, mode="drop")
     references = references if holds is None else references + holds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jpaged.config import EngineConfig
 from jpaged.features import Feature
-from jpaged.prefix_index import PrefixIndex, block_key, root_key
+from jpaged.prefix_index import PrefixIndex, block_key, no_block, root_key
 from jpaged.request import Request
 from jpaged.schedule import Order
 from jpaged.slots import SlotCounts
@@ -42,20 +42,25 @@ class BlockNaming:
     ) -> None:
         """Name the full blocks among the first `tokens` that have no name yet, at most `room` of them.
 
-        Without keys (caching is off) nobody finds them by their names, which are for blocks that forks share.
+        Without keys (caching is off) nobody finds them by their names, which are for blocks that forks share. None
+        while that would take memory that was not counted on, in the middle of a prompt longer than a window.
         """
         chain, keys, slot = request.chain, request.block_keys, request.slot
+        if self.counts.is_bounded(slot):
+            return
+        chain += [no_block() for _ in range(len(chain), request.slid)]
         for column in range(len(chain), tokens // self.config.block_size):
             known = self.index.blocks.get(keys[column]) if keys else None
             if known is not None and (known.locks or leaving):
                 # Computed by another too: ours stays private, but what follows is found after the other's.
                 self.index.lock([known])
                 chain.append(known)
+                request.foreign.add(column)
                 continue
             if room <= 0:
                 break
             room -= 1
-            parent = chain[-1] if chain else None
+            parent = chain[-1] if chain and chain[-1].key is not None else None
             if known is not None:  # to lock it would take memory that was counted on: ours takes its place
                 chain.append(self.index.supersede(known, parent))
             else:
@@ -80,12 +85,13 @@ class BlockNaming:
             room = self.config.max_blocks_per_seq + 4 * self.config.max_num_seqs - len(orders)
             self.name_blocks(request, tokens if computed else request.prefilled, orders, room, leaving=True)
         keys: list[bytes] = []
-        for block in request.chain:
+        locked = request.chain[request.slid :]
+        for block in locked:
             if block.key is None:
                 break
             keys.append(block.key)
-        self.index.unlock(request.chain, request.priority)
-        request.chain = []
+        self.index.unlock(locked, request.priority)
+        request.chain, request.slid, request.foreign = [], 0, set()
         return keys
 
     def _make_private(self, request: Request) -> None:
@@ -93,7 +99,7 @@ class BlockNaming:
         request.root_key = root_key("request", request.arrival)
         self._hash(request)
         parent = None
-        for block, key in zip(request.chain, request.block_keys, strict=False):
+        for block, key in list(zip(request.chain, request.block_keys, strict=False))[request.slid :]:
             if block.key is None and key not in self.index.blocks:
                 self.index.give_key(block, key, parent)
             parent = block

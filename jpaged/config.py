@@ -40,6 +40,8 @@ class EngineConfig:
     prefix_cache_host_bytes host memory for cached blocks that the device has no room for; 0: none
     prefix_cache_dir        folder for those that go from there, kept for the next engine of the same model; None: none
     prefix_cache_disk_bytes most bytes in that folder
+    window                  most tokens that any layer sees, itself included: blocks behind it are given back while a
+                            sequence runs; None: all. An engine fills it in from its model (see memory.py)
     max_stop_ids            stop ids of a request that the device looks at; the host looks at the rest
     max_logprobs            most tokens a request may ask log-probabilities of
     max_logit_bias          most entries of logit_bias in a request (with min_tokens, its stop ids count too)
@@ -68,6 +70,7 @@ class EngineConfig:
     linear_backend: str = "auto"
     free_padding: bool = False
     kv_cache_dtype: str = "auto"
+    window: int | None = None
     max_stop_ids: int = 8
     max_logprobs: int = 20
     max_logit_bias: int = 512
@@ -112,16 +115,26 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), because every running "
                 f"sequence decodes one token in a step; got {self.max_num_batched_tokens}"
             )
-        if self.max_blocks_per_seq > self.num_blocks - 1:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be None or at least 1, got {self.window!r}")
+        if self.most_held_blocks > self.num_blocks - 1:
             raise ValueError(
                 f"num_blocks={self.num_blocks} (one of them the null block) of {self.block_size} tokens cannot hold "
                 f"one sequence of max_model_len={self.max_model_len} tokens; it needs "
-                f"{self.max_blocks_per_seq + 1} blocks: raise the KV memory or lower max_model_len"
+                f"{self.most_held_blocks + 1} blocks: raise the KV memory or lower max_model_len"
             )
 
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def most_held_blocks(self) -> int:
+        """Blocks that one sequence can have at once: with a window those of the window and of what a step adds."""
+        if self.window is None:
+            return self.max_blocks_per_seq
+        added = max(self.max_num_batched_tokens, 2 * self.decode_steps)  # decoded in the steps under way
+        return min((self.window + added - 2) // self.block_size + 2, self.max_blocks_per_seq)
 
     @property
     def max_orders(self) -> int:
@@ -131,6 +144,7 @@ class EngineConfig:
         each block that decoding sequences grow by, and a name for each block that prompts fill.
         """
         grown = self.max_num_seqs * -(-self.decode_steps // self.block_size)
+        grown += 0 if self.window is None else self.max_num_seqs  # each may give up blocks
         return 2 * self.max_blocks_per_seq + 4 * self.max_num_seqs + grown + self.max_filled_blocks
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import check_controls, find_features, next_mask
 from jpaged.features import Feature
-from jpaged.memory import make_store
+from jpaged.memory import find_window, make_store
 from jpaged.output_text import OutputText
 from jpaged.policies import SchedulingPolicy, make_policy
 from jpaged.prefix_index import EvictionPolicy, block_keys, root_key
@@ -57,7 +58,7 @@ class Engine:
         eviction_policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config
+        self.config = config = dataclasses.replace(config, window=find_window(loaded.config))
         self.model = loaded.config
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = frozenset(loaded.generation.eos_token_ids)

@@ -25,7 +25,7 @@ from jpaged.completion import OutputStream, make_completion, make_output, make_r
 from jpaged.config import EngineConfig
 from jpaged.controls import Processor
 from jpaged.engine import Engine, PinnedPrefix
-from jpaged.memory import pick_kv_dtype, pick_num_blocks
+from jpaged.memory import find_window, pick_kv_dtype, pick_num_blocks
 from jpaged.outputs import RequestOutput
 from jpaged.policies import SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy
@@ -150,6 +150,7 @@ class LLM:
         self.config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            window=find_window(self.loaded.config),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

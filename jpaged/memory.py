@@ -64,6 +64,12 @@ def fingerprint(params: Mapping[str, jax.Array]) -> bytes:
     return digest.digest()
 
 
+def find_window(model: ModelConfig) -> int | None:
+    """Tokens that a layer sees at most, itself included; None if any layer sees all."""
+    windows = [window for window in model.windows if window is not None]
+    return max(windows) if windows and len(windows) == len(model.windows) else None
+
+
 def pick_num_blocks(
     model: ModelConfig,
     kv_dtype: str,

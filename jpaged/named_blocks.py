@@ -5,10 +5,11 @@ The host never learns a physical id. It says "call the block in column 3 of slot
 the very step that computes it. A name is one reference to its block (`hold`); it keeps the block alive when no
 sequence has it any more, which is the prefix cache.
 
-The orders of one step come as a list `commands` i32[3, C] of (slot, column, name), in six sections, carried out in
+The orders of one step come as a list `commands` i32[3, C] of (slot, column, name), in seven sections, carried out in
 this order and with everything else of a step between them:
 
     NAME_FIRST  name blocks of the tables as they are (of sequences that this very step releases)
+    SLIDE       slots that give up their blocks before `column`, which a window has left behind
     DROP        names that go; slot and column are not looked at
     NAME        name blocks of the tables after they have grown
     SHARE       attach named blocks to rows that start with them
@@ -27,10 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.allocator import BlockPool, BlockTables, drop, fork, hold, open_rows, share
+from jpaged.allocator import BlockPool, BlockTables, drop, fork, hold, open_rows, share, slide
 from jpaged.beams import UNUSED, BeamState
 
-SECTIONS = NAME_FIRST, DROP, NAME, SHARE, FORK, BEAM = range(6)
+SECTIONS = NAME_FIRST, SLIDE, DROP, NAME, SHARE, FORK, BEAM = range(7)
 _TILE = 32  # orders handled at once
 
 State = TypeVar("State")
@@ -47,7 +48,7 @@ class Commands(NamedTuple):
     """The host's orders for one step."""
 
     orders: jax.Array  # i32[3, C] slot, column, name
-    ends: jax.Array  # i32[6] where each section ends; each begins where the one before ends
+    ends: jax.Array  # i32[7] where each section ends; each begins where the one before ends
 
 
 def init_names(num_names: int, num_blocks: int) -> NamedBlocks:
@@ -79,6 +80,18 @@ def name_blocks(
         return pool, named, ok & held_ok
 
     return _over(commands, section, tables, body, (pool, named, jnp.asarray(True)))
+
+
+def slide_slots(
+    pool: BlockPool, tables: BlockTables, commands: Commands, *, block_size: int
+) -> tuple[BlockPool, BlockTables]:
+    """Let slots give up blocks that nothing reads any more; those that were released have none."""
+
+    def note(slots: jax.Array, columns: jax.Array, names: jax.Array, first: jax.Array) -> jax.Array:
+        return first.at[slots].set(columns, mode="drop")
+
+    first = _over(commands, SLIDE, tables, note, jnp.zeros(tables.length.shape, jnp.int32))
+    return slide(pool, tables, first, block_size=block_size)
 
 
 def drop_names(

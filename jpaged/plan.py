@@ -3,7 +3,7 @@
 One array is one transfer. Floats and unsigned seeds travel as their bits.
 
     header  [5]          num_rows, num_decode, num_sampled, num_steps, stop_early
-    ends    [6]          where each section of the orders ends
+    ends    [7]          where each section of the orders ends
     orders  [3, C]       slot, column and name of blocks to name, drop and share; forks, beams; see named_blocks.py
     release [S]          1: give the slot's blocks back first
     admit   [S, 9 + E]   flag, temperature, top_k, top_p, min_p, seed (2), left, features, stop ids (-1: none)

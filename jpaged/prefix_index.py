@@ -53,12 +53,18 @@ class NamedBlock:
     children: set[NamedBlock] = field(default_factory=set)  # blocks of the index that continue it
 
 
+def no_block() -> NamedBlock:
+    """What stands in a chain for a block that was never named."""
+    return NamedBlock(0, None, None)
+
+
 class EvictionPolicy(Protocol):
     """Which of the blocks that nobody locks goes first.
 
     `add` and `remove` are told as blocks become free to go and are wanted again; a sequence's blocks are added last to
     first. `pick` names the next to go, without removing it. No block goes before those that continue it: where `pick`
-    chooses one in the middle of a chain, the index takes the last of that chain instead.
+    chooses one in the middle of a chain, the index takes the last of that chain instead. (With sliding windows that is
+    not so: what a window has left behind may go first.)
     """
 
     def add(self, block: NamedBlock) -> None: ...
@@ -91,7 +97,9 @@ class LeastRecentlyUsed:
 class PrefixIndex:
     """Named blocks by key; those that nobody locks are `evictable`, and `garbage` are those that only wait to go."""
 
-    def __init__(self, num_names: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, num_names: int, policy: EvictionPolicy | None = None, *, windowed: bool = False) -> None:
+        """windowed: sequences give up the blocks before a window, which are then of no more use than others."""
+        self.windowed = windowed
         self.blocks: dict[bytes, NamedBlock] = {}
         self.policy = LeastRecentlyUsed() if policy is None else policy
         self.num_evictable = 0
@@ -201,7 +209,9 @@ class PrefixIndex:
         if not self.num_evictable:
             raise IndexError("every named block is locked by a sequence or a pin")
         block = self.policy.pick()
-        while block.children:  # a policy that does not know of chains: the last block of the chain goes instead
+        while (
+            block.children and not self.windowed
+        ):  # a policy that does not know of chains: the last block of the chain goes instead
             block = next(iter(block.children))
         self.policy.remove(block)
         self.num_evictable -= 1

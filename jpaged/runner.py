@@ -99,7 +99,7 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int
         decode={rows: build(decode_loop, rows, 0) for rows in config.decode_buckets},
         mixed={t: build(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
         count_blocks=build_count(count_blocks, config.block_size),
-        audit=build_count(audit, config.block_size),
+        audit=build_audit(config.block_size, config.window is not None),
         write_controls=build_writer(write_controls),
         write_masks=build_writer(write_masks),
         save_blocks=build_copy(save_blocks, ()),
@@ -110,6 +110,11 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int
 @functools.lru_cache(maxsize=64)
 def build_count(function: Callable[..., Any], block_size: int) -> Program:
     return jax.jit(functools.partial(function, block_size=block_size))
+
+
+@functools.lru_cache(maxsize=64)
+def build_audit(block_size: int, slides: bool) -> Program:
+    return jax.jit(functools.partial(audit, block_size=block_size, slides=slides))
 
 
 @functools.lru_cache

@@ -49,6 +49,7 @@ class Schedule:
 
     name_first: list[Order] = field(default_factory=list)  # blocks to name before anything is released
     release: list[int] = field(default_factory=list)  # slots whose blocks go back first
+    slide: list[Order] = field(default_factory=list)  # slots that give up blocks: slot, first column they keep, 0
     drop: list[Order] = field(default_factory=list)  # names that go, slot and column 0
     name: list[Order] = field(default_factory=list)  # blocks to name that this step allocates or has
     share: list[Order] = field(default_factory=list)  # blocks that admitted sequences begin with
@@ -81,9 +82,9 @@ class Schedule:
     @property
     def has_work(self) -> bool:
         """Whether the device has anything to do."""
-        return self.has_rows or bool(self.release or self.drop or self.name_first)
+        return self.has_rows or bool(self.release or self.slide or self.drop or self.name_first)
 
     @property
     def orders(self) -> tuple[list[Order], ...]:
         """About named blocks, in the order of `named_blocks.SECTIONS`."""
-        return self.name_first, self.drop, self.name, self.share, self.fork, self.beam
+        return self.name_first, self.slide, self.drop, self.name, self.share, self.fork, self.beam

@@ -32,8 +32,9 @@ from jpaged.policies import FirstComeFirstServed, SchedulingPolicy
 from jpaged.prefix_index import EvictionPolicy, NamedBlock, PrefixIndex
 from jpaged.request import Request, Status
 from jpaged.schedule import Order, PrefillChunk, Schedule
-from jpaged.slots import SlotCounts
-from jpaged.swapping import Swapping
+from jpaged.sliding import Sliding
+from jpaged.slots import UNBOUNDED, SlotCounts
+from jpaged.swapping import NOTHING_FOUND, Found, Swapping
 from jpaged.tiers import HostStore
 
 
@@ -61,10 +62,11 @@ class Scheduler:
         self.prefilling: list[Request] = []  # of the running, those whose prompt is not all dispatched
         self.free_slots = list(range(config.max_num_seqs))
         self.counts = SlotCounts(config)
-        self.index = PrefixIndex(config.num_names, eviction_policy)
+        self.index = PrefixIndex(config.num_names, eviction_policy, windowed=config.window is not None)
         self.names = BlockNaming(config, self.index, self.counts)
         self.store = HostStore(1) if store is None else store
         self.swapping = Swapping(self.index, self.store, swap_pays)
+        self.sliding = Sliding(config, self.index, self.counts)
         self.num_beams = 0  # running requests that are beams
         self.held_slots = 0  # free ones, for the other beams of groups whose prompt is being computed
         self.to_release: list[int] = []  # slots that finished; the next plan releases their blocks
@@ -103,13 +105,10 @@ class Scheduler:
     def end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request for a reason that only the host knows, or give a finished one that reason."""
         status = request.status
-        queued = status is Status.WAITING
         request.finish(reason, stop_reason)
-        if status is Status.FINISHED:
-            return
-        if queued:
+        if status is Status.WAITING:
             self._forget_waiting(request)
-        else:
+        elif status is not Status.FINISHED:
             self._retire(request)
 
     def has_unfinished(self) -> bool:
@@ -129,7 +128,7 @@ class Scheduler:
         Raises ValueError where the blocks left over could no longer hold one sequence of max_model_len.
         """
         chain = self.index.match(keys)
-        return self.index.pin(chain, self.usable_blocks - self.config.max_blocks_per_seq), len(chain)
+        return self.index.pin(chain, self.usable_blocks - self.config.most_held_blocks), len(chain)
 
     # ------------------------------------------------------------------ one step
 
@@ -139,6 +138,7 @@ class Scheduler:
         self.to_name = []
         self.swapping.begin(self.free_blocks)
         self._release_finished(plan)
+        self.sliding.slide(plan, self.running, self.prefilling)
         self._pick_decode(plan)
         self._pick_prefill(plan)
         if not plan.prefill and plan.decode:
@@ -291,48 +291,52 @@ class Scheduler:
         if beams > self.open_slots:
             return None
         self.names.hash_blocks(request)
-        # At least one token is computed, for there must be something to sample from.
-        keys = request.block_keys[: (request.num_tokens - 1) // self.config.block_size]
-        hits = self.index.match(keys)
-        stored = self.store.match(keys[len(hits) :])
-        needed = -(-request.num_tokens // self.config.block_size) - len(hits)
+        window = self.config.window if request.beams is None else None
+        most = UNBOUNDED if window is None else self.config.most_held_blocks
         reserve = self.watermark_blocks if self.running else 0
-        usable = self.available_blocks - sum(not block.locks for block in hits) - spoken_for
+        found = self.swapping.find(request, self.config.block_size, window)
+        needed, usable = self._weigh(request, found, most)
+        if needed > usable and not self.running:  # alone it fits; with a window only without what it would begin with
+            found = NOTHING_FOUND
+            needed, usable = self._weigh(request, found, most)
         evicted = max(needed + spoken_for - self.free_blocks, 0)
         room = self._order_room(plan)
-        if needed > usable - reserve or len(hits) + stored + evicted > room:
+        if needed > usable - spoken_for - reserve or len(found.keys) + evicted > room:
             return None
         growth = int(self.counts.growth(plan.decode_slots, self.config.decode_steps).sum())
-        if not self.swapping.make_room(plan, hits, stored, growth, room):
+        if not self.swapping.make_room(plan, found, growth, room):
             return None
+        chain = self.swapping.take(plan, request, found)
+        if chain is None:
+            return self._admit_next(plan, spoken_for)
         self.waiting.remove(request)
-        self._admit(plan, request, hits, keys[len(hits) :])
+        self._admit(plan, request, chain, found.first, most)
         self.held_slots += beams - 1
         return request
+
+    def _weigh(self, request: Request, found: Found, most_private: int) -> tuple[int, int]:
+        """(blocks that a request needs besides those found on the device, blocks that can be had without these)."""
+        private = min(-(-request.num_tokens // self.config.block_size) - found.end, most_private)
+        return private + found.stored, self.available_blocks - sum(not block.locks for block in found.here)
 
     def _order_room(self, plan: Schedule) -> int:
         """Orders that may still be spent on admissions: what the others of this plan may need is kept back."""
         kept = max(self.config.max_filled_blocks - len(plan.name), 0)
         return self.config.max_orders - sum(map(len, plan.orders)) - kept
 
-    def _admit(self, plan: Schedule, request: Request, hits: list[NamedBlock], keys: list[bytes]) -> None:
-        """Give the request a slot, the blocks it begins with, and reserve those of its other tokens.
-
-        keys: of the blocks after the hits, which the host may have.
-        """
-        self.index.lock(hits)
-        self.swapping.load(plan, request, keys, hits)
+    def _admit(self, plan: Schedule, request: Request, chain: list[NamedBlock], first: int, most_private: int) -> None:
+        """Give the request a slot, the blocks it begins with, from column `first` on, and reserve those it adds."""
+        request.chain, request.slid = chain, first
         self.swapping.come_back(request)
-        request.chain = hits
-        self._start(plan, request, named=len(hits))
-        request.prefilled = len(hits) * self.config.block_size
+        self._start(plan, request, len(chain) - first, most_private)
+        request.prefilled = len(chain) * self.config.block_size
         if request.num_cached_tokens is None:  # not so after a preemption
             request.num_cached_tokens = request.prefilled
             self.prefix_queries += request.num_tokens
             self.prefix_hits += request.prefilled
-        plan.share += [(request.slot, column, block.name) for column, block in enumerate(hits)]
+        plan.share += [(request.slot, column, chain[column].name) for column in range(first, len(chain))]
 
-    def _start(self, plan: Schedule, request: Request, named: int) -> None:
+    def _start(self, plan: Schedule, request: Request, named: int, most_private: int = UNBOUNDED) -> None:
         slot = heapq.heappop(self.free_slots)
         request.slot = slot
         request.status = Status.PREFILL
@@ -340,8 +344,8 @@ class Scheduler:
         self.running[slot] = request
         self.num_beams += request.beams is not None
         self.prefilling.append(request)
-        left = request.max_tokens - len(request.output_token_ids)
-        self.counts.begin(slot, request.num_tokens, left, named, bool(request.features & Feature.STRUCTURED))
+        left, structured = request.max_tokens - len(request.output_token_ids), request.features & Feature.STRUCTURED
+        self.counts.begin(slot, request.num_tokens, left, named, bool(structured), request.slid, most_private)
         plan.admit.append(request)
 
     def _take_chunk(self, plan: Schedule, request: Request, budget: int, spoken_for: int) -> int:
@@ -371,14 +375,14 @@ class Scheduler:
         if request.beams is not None:
             self.held_slots -= len(forks)
             plan.beam.append((request.slot, request.slot, 1))
-        own = -(-tokens // self.config.block_size) - int(self.counts.named[request.slot])
+        own = -(-tokens // self.config.block_size) - request.slid - int(self.counts.named[request.slot])
         started = 0
         for fork in forks[:budget]:
             if request.beams is None and not self._fork_fits(plan, own, spoken_for):
                 break
             fork.block_keys = list(request.block_keys)
-            fork.chain = list(request.chain)
-            self.index.lock(fork.chain)
+            fork.chain, fork.slid, fork.foreign = list(request.chain), request.slid, set(request.foreign)
+            self.index.lock(fork.chain[fork.slid :])
             self._start(plan, fork, named=int(self.counts.named[request.slot]))
             fork.prefilled = tokens
             fork.num_cached_tokens = request.num_cached_tokens

@@ -16,6 +16,8 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 
+UNBOUNDED = 1 << 40
+
 
 class SlotCounts:
     """Arrays with one entry for each slot."""
@@ -25,6 +27,9 @@ class SlotCounts:
         self.block_size = config.block_size
         self.reserved = np.zeros(slots, np.int64)  # blocks
         self.named = np.zeros(slots, np.int64)  # of them, those with a name
+        self.slid = np.zeros(slots, np.int64)  # blocks given up because a window left them behind
+        # Most blocks without a name: of a prompt that is computed chunk by chunk behind a window.
+        self.most_private = np.full(slots, UNBOUNDED)
         self.private = 0  # blocks without a name, over all slots
         self.kv_known = np.zeros(slots, np.int64)  # tokens in the cache by the last results read
         self.left_known = np.zeros(slots, np.int64)  # tokens still to sample, likewise
@@ -51,36 +56,62 @@ class SlotCounts:
 
     def growth(self, slots: np.ndarray, tokens: int | np.ndarray) -> np.ndarray:
         """Blocks each slot would have to add to hold `tokens` more."""
-        wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size)
+        wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size) - self.slid[slots]
         return np.maximum(wanted - self.reserved[slots], 0)
 
-    def begin(self, slot: int, tokens: int, left: int, named: int, structured: bool = False) -> None:
-        """A sequence takes the slot: `tokens` to compute, `named` blocks of them shared, `left` tokens to sample."""
+    def begin(
+        self,
+        slot: int,
+        tokens: int,
+        left: int,
+        named: int,
+        structured: bool = False,
+        slid: int = 0,
+        most_private: int = UNBOUNDED,
+    ) -> None:
+        """A sequence takes the slot: `tokens` to compute, `left` tokens to sample.
+
+        Of its blocks it never has the first `slid`, `named` others are shared, and at most `most_private` are without a
+        name at once until it decodes.
+        """
         self.structured[slot] = structured
         self.epoch[slot] += 1
         self.admissions += 1
         self.order[slot] = self.admissions
         self.kv_known[slot] = tokens
         self.left_known[slot] = left
-        self.reserved[slot] = -(-tokens // self.block_size)
-        self.named[slot] = named
-        self.private += int(self.reserved[slot]) - named
+        self.named[slot], self.slid[slot], self.most_private[slot] = named, slid, most_private
+        self._recount(slot, 0)
 
     def begin_decoding(self, slot: int) -> None:
         """The step that is planned computes the last of the prompt and samples a token: that one is certain."""
         self.decoding[slot] = True
         self.held[slot] = self.structured[slot]
         self.left_known[slot] -= 1
+        self.most_private[slot] = UNBOUNDED
+        self._recount(slot, int(self.reserved[slot] - self.named[slot]))
 
     def add_named(self, slot: int) -> None:
         """One of the slot's blocks got a name."""
         self.named[slot] += 1
         self.private -= 1
 
+    def slide(self, slot: int, columns: int, named: int) -> None:
+        """The slot gives up its next `columns` blocks, `named` of which have a name of its own chain."""
+        private = int(self.reserved[slot] - self.named[slot])
+        self.slid[slot] += columns
+        self.named[slot] -= named
+        self._recount(slot, private)
+
+    def is_bounded(self, slot: int) -> bool:
+        """Whether a block that gets a name leaves as many without one to come."""
+        return self._unnamed(slot) > self.most_private[slot]
+
     def end(self, slot: int) -> None:
         """The plan that is being made releases the slot's blocks before it allocates."""
         self.private -= int(self.reserved[slot] - self.named[slot])
-        self.reserved[slot] = self.named[slot] = 0
+        self.reserved[slot] = self.named[slot] = self.slid[slot] = 0
+        self.most_private[slot] = UNBOUNDED
         self.decoding[slot] = self.structured[slot] = self.held[slot] = False
         self.kv_known[slot] = self.left_known[slot] = self.in_flight[slot] = 0
         self.epoch[slot] += 1
@@ -101,6 +132,18 @@ class SlotCounts:
         self._reserve(slots)
 
     def _reserve(self, slots: np.ndarray) -> None:
+        """Decoding slots: what they have at most when the steps under way are done."""
         before = self.reserved[slots].sum()
-        self.reserved[slots] = -(-self.kv_tokens(slots) // self.block_size)
+        self.reserved[slots] = -(-self.kv_tokens(slots) // self.block_size) - self.slid[slots]
         self.private += int(self.reserved[slots].sum() - before)
+
+    def _recount(self, slot: int, private: int) -> None:
+        """One slot, whatever it does; `private` is what it counted of `self.private` before."""
+        unnamed = min(self._unnamed(slot), int(self.most_private[slot]))
+        self.reserved[slot] = self.named[slot] + unnamed
+        self.private += unnamed - private
+
+    def _unnamed(self, slot: int) -> int:
+        """Blocks of the whole sequence from the first that it has not given up, without those that have a name."""
+        tokens = int(self.kv_known[slot] + min(self.left_known[slot], self.in_flight[slot]))
+        return -(-tokens // self.block_size) - int(self.slid[slot] + self.named[slot])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jpaged_models import KVPages, ModelConfig, init_cache
 
-from jpaged.allocator import BlockPool, BlockTables, blocks_needed, init_pool, init_tables
+from jpaged.allocator import BlockPool, BlockTables, init_pool, init_tables
 from jpaged.beams import BeamState, init_beams
 from jpaged.config import EngineConfig
 from jpaged.control_rows import init_controls
@@ -105,6 +105,6 @@ def count_blocks(pool: BlockPool, tables: BlockTables, named: NamedBlocks, *, bl
         cached=jnp.sum((owners == 0) & (named.held > 0), dtype=jnp.int32),
         shared=jnp.sum(owners > 1, dtype=jnp.int32),
         free=pool.num_free,
-        entries=jnp.sum(blocks_needed(tables.length, block_size), dtype=jnp.int32),
+        entries=jnp.sum(owners, dtype=jnp.int32),
         tokens=used * block_size - jnp.round(waste).astype(jnp.int32),
     )

@@ -36,6 +36,7 @@ from jpaged.named_blocks import (
     name_blocks,
     open_shared,
     share_names,
+    slide_slots,
 )
 from jpaged.plan import Plan, PlanLayout, unpack_plan
 from jpaged.sampling import SamplingState
@@ -208,6 +209,7 @@ def _apply_commands(state: EngineState, plan: Plan, block_size: int) -> tuple[En
     """
     pool, named, kept = name_blocks(state.pool, state.tables, state.named, plan.commands, NAME_FIRST)
     pool, tables = release(pool, state.tables, plan.release, block_size=block_size)
+    pool, tables = slide_slots(pool, tables, plan.commands, block_size=block_size)
     pool, named, dropped = drop_names(pool, tables, named, plan.commands)
     beams = state.beams._replace(group=jnp.where(plan.release, plan.release.shape[0], state.beams.group))
     state = state._replace(pool=pool, tables=tables, named=named, beams=beams, slots=admit(state.slots, plan))

@@ -13,11 +13,36 @@ drops still is what it was, then loads. Loads take blocks that are free before t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from jpaged.prefix_index import NamedBlock, PrefixIndex
+from jpaged.prefix_index import NamedBlock, PrefixIndex, no_block
 from jpaged.request import Request
 from jpaged.schedule import Load, Save, Schedule
+from jpaged.sliding import first_column
 from jpaged.tiers import HostStore
+
+
+class Found(NamedTuple):
+    """Blocks that a prompt can begin with, from column `first` on: what is before them no window sees."""
+
+    first: int
+    keys: list[bytes]
+    blocks: list[NamedBlock | None]  # None: on the host
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.keys)
+
+    @property
+    def here(self) -> list[NamedBlock]:
+        return [block for block in self.blocks if block is not None]
+
+    @property
+    def stored(self) -> int:
+        return sum(block is None for block in self.blocks)
+
+
+NOTHING_FOUND = Found(0, [], [])
 
 
 class Swapping:
@@ -54,28 +79,60 @@ class Swapping:
         plan.save.append(Save(*(place or (0, 0)), 0 if place else name, block))
         self.saved += 1
 
-    def make_room(self, plan: Schedule, hits: Sequence[NamedBlock], wanted: int, growth: int, most: int) -> bool:
-        """Whether `wanted` blocks can be loaded in this plan. If not, up to `most` are evicted for the next one.
+    def find(self, request: Request, block_size: int, window: int | None) -> Found:
+        """The longest beginning of a request's tokens, but for the last one, that need not be computed.
 
-        hits: what is better not evicted for it; growth: blocks that the sequences running may take until then.
+        With a window only what it sees of that beginning must be there.
         """
-        if wanted <= self.free:
+        # At least one token is computed, for there must be something to sample from.
+        keys = request.block_keys[: (request.num_tokens - 1) // block_size]
+        first = end = since = 0
+        for column, key in enumerate(keys):
+            if key not in self.index.blocks and not self.store.match([key]):
+                if window is None:
+                    break
+                since = column + 1
+            needed = min(first_column((column + 1) * block_size, window, block_size), column)
+            if since <= needed:
+                first, end = needed, column + 1
+        keys = keys[first:end]
+        return Found(first, keys, [self.index.blocks.get(key) for key in keys])
+
+    def make_room(self, plan: Schedule, found: Found, growth: int, most: int) -> bool:
+        """Whether what the host has of `found` can be loaded in this plan. If not, up to `most` are evicted for the
+        next one.
+
+        growth: blocks that the sequences running may take until then.
+        """
+        if found.stored <= self.free:
             return True
-        self.index.touch(hits)
-        for _ in range(min(wanted + growth - self.free, self.index.reclaimable, most)):
+        self.index.touch(found.here)  # the last to be evicted for it
+        for _ in range(min(found.stored + growth - self.free, self.index.reclaimable, most)):
             self.evict(plan)
         return False
 
-    def load(self, plan: Schedule, request: Request, keys: Sequence[bytes], chain: list[NamedBlock]) -> None:
-        """Append to the locked chain of a request the blocks of `keys` that the host has."""
-        blocks = self.store.fetch(keys)
+    def take(self, plan: Schedule, request: Request, found: Found) -> list[NamedBlock] | None:
+        """Lock the blocks that were found for a request, and load those that the host has.
+
+        None, and nothing is done, if a file turns out to be damaged: what is found without it is another matter.
+        """
+        stored = self.store.fetch([key for key, block in zip(found.keys, found.blocks, strict=True) if block is None])
+        if len(stored) < found.stored:
+            return None
         if request.num_cached_tokens is None:  # not so after a preemption
-            self.cache_hits += len(blocks)
-        for block in blocks:
-            chain.append(self.index.add(block.key, chain[-1] if chain else None))
-            plan.load.append(Load(chain[-1].name, block))
-        self.free -= len(blocks)
-        self.restored += len(blocks)
+            self.cache_hits += len(stored)
+        self.index.lock(found.here)
+        chain = [no_block() for _ in range(found.first)]
+        coming = iter(stored)
+        for key, block in zip(found.keys, found.blocks, strict=True):
+            if block is None:
+                parent = chain[-1] if chain and chain[-1].key is not None else None
+                block = self.index.add(key, parent)
+                plan.load.append(Load(block.name, next(coming)))
+            chain.append(block)
+        self.free -= len(stored)
+        self.restored += len(stored)
+        return chain
 
     def keep(self, request: Request, keys: Sequence[bytes]) -> None:
         """A request that had the blocks `keys` is preempted: keep them for it, as far as the host has room."""

@@ -10,10 +10,11 @@ from jpaged.scheduler import Scheduler
 from jpaged.tiers import StoredBlock
 
 
-def next_token(tokens: list[int], seed: int, vocab: int = 97) -> int:
-    """A model: the next token depends on every token before it, and on the seed."""
+def next_token(tokens: list[int], seed: int, window: int | None = None, vocab: int = 97) -> int:
+    """A model: the next token depends on every token before it, or the last `window` of them, and on the seed."""
     state = 7 + seed
-    for token in tokens:
+    for token in tokens[-window:] if window else tokens:
+        assert token >= 0, "read behind the window"
         state = (state * 31 + token + 1) % 1_000_003
     return state % vocab
 
@@ -47,8 +48,9 @@ class FakeDevice:
         return self.config.num_blocks - 1 - len(self.free)
 
     def cached(self, slot: int) -> list[int]:
-        """The tokens that the slot's sequence finds in its blocks."""
-        tokens = [token for block in self.tables[slot] for token in self.content[block]]
+        """The tokens that the slot's sequence finds in its blocks, -1 where it has given them up."""
+        gone = [-1] * self.config.block_size
+        tokens = [token for block in self.tables[slot] for token in (self.content[block] if block else gone)]
         assert len(tokens) >= self.length[slot]
         return tokens[: self.length[slot]]
 
@@ -77,9 +79,14 @@ class FakeDevice:
         assert sum(map(len, plan.orders)) <= self.config.max_orders
         self._name(plan.name_first)
         for slot in plan.release:
-            for block in self.tables[slot]:
+            for block in filter(None, self.tables[slot]):
                 self._let_go(block)
             self.tables[slot], self.length[slot], self.last[slot], self.left[slot] = [], 0, None, 0
+        for slot, first, _ in plan.slide:
+            for column in range(min(first, len(self.tables[slot]))):
+                if self.tables[slot][column]:
+                    self._let_go(self.tables[slot][column])
+                self.tables[slot][column] = 0
         for _, _, name in plan.drop:
             self._let_go(self.named.pop(name))
         for request in plan.admit:
@@ -111,9 +118,10 @@ class FakeDevice:
         size = self.config.block_size
         for slot in {slot for slot, _, _ in plan.share}:
             columns = [column for other, column, _ in plan.share if other == slot]
-            assert columns == list(range(len(columns))) and not self.tables[slot]
-            self.tables[slot] = [0] * len(columns)
-            self.length[slot] = size * len(columns)
+            assert columns == list(range(columns[0], columns[-1] + 1)) and not self.tables[slot]
+            assert columns[0] == 0 or self.config.window
+            self.tables[slot] = [0] * (columns[-1] + 1)
+            self.length[slot] = size * (columns[-1] + 1)
         chunks = [chunk for chunk in plan.prefill if chunk.length]
         for before, chunk in zip(plan.prefill, plan.prefill[1:], strict=False):
             if not chunk.length:  # a fork samples from the row before it
@@ -133,11 +141,12 @@ class FakeDevice:
         for slot, parent, _ in plan.fork:
             assert not self.tables[slot] and self.length[parent]
             self.tables[slot], self.length[slot] = list(self.tables[parent]), self.length[parent]
-            for block in self.tables[slot]:
+            for block in filter(None, self.tables[slot]):
                 self.owners[block] += 1
         for chunk in plan.prefill:  # all have been written before any is read
             known = chunk.request.token_range(0, chunk.start + chunk.length)
-            assert self.cached(chunk.slot) == known, "the blocks do not hold the request's tokens"
+            seen = max(chunk.start - self.config.window + 1, 0) if self.config.window else 0
+            assert self.cached(chunk.slot)[seen:] == known[seen:], "the blocks do not hold the request's tokens"
 
     def _part(self, slot: int) -> None:
         """Copy on write: a last block that others have too is theirs from now on."""
@@ -163,7 +172,7 @@ class FakeDevice:
         self.length[slot] += 1
 
     def _emit(self, slot: int) -> int:
-        token = next_token(self.cached(slot), self.seed[slot])
+        token = next_token(self.cached(slot), self.seed[slot], self.config.window)
         self.last[slot] = token
         self.left[slot] = 0 if token in self.stop_ids[slot] else self.left[slot] - 1
         return token
@@ -188,11 +197,11 @@ class FakeDevice:
             del self.content[block]
 
 
-def expected_output(request: Request) -> list[int]:
+def expected_output(request: Request, window: int | None = None) -> list[int]:
     """What a request must yield, computed on its own."""
     tokens, out = list(request.prompt_token_ids), []
     while len(out) < request.max_tokens:
-        out.append(next_token(tokens, request.seed))
+        out.append(next_token(tokens, request.seed, window))
         tokens.append(out[-1])
         if out[-1] in request.stop_ids:
             break

@@ -26,6 +26,7 @@ from jpaged.allocator import (
     release,
     reorder,
     share,
+    slide,
 )
 from jpaged.audit import audit
 
@@ -39,7 +40,7 @@ def jitted(operation: Callable) -> Callable:
 
 do_grow = functools.partial(jitted(grow), max_new_blocks=COLUMNS)
 do_release, do_share, do_fork, do_write = map(jitted, (release, share, fork, copy_on_write))
-do_open, do_reorder = jitted(open_rows), jitted(reorder)
+do_open, do_reorder, do_slide = jitted(open_rows), jitted(reorder), jitted(slide)
 do_audit, do_hold, do_drop = jitted(audit), jax.jit(hold), jax.jit(drop)
 
 
@@ -329,3 +330,31 @@ def test_state_is_updated_in_place() -> None:
 def test_wrong_arguments_are_refused(call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(init_pool(BLOCKS), init_tables(ROWS, COLUMNS))
+
+
+def test_slide_gives_up_first_entries_and_what_nobody_has_is_free():
+    pool, tables = begin(16, 9, 0, 0)
+    pool, tables, ok = do_fork(pool, tables, ints(-1, -1, 0, -1))
+    assert ok
+    before = np.asarray(tables.blocks)
+    pool, tables = do_slide(pool, tables, ints(2, 9, 0, 1))  # past the end of row 1; row 3 is empty
+    after = np.asarray(tables.blocks)
+    assert after[0].tolist() == [0, 0, *before[0, 2:]] and not after[1].any() and (after[2] == before[2]).all()
+    assert np.asarray(tables.length).tolist() == [16, 9, 16, 0]
+    assert int(pool.num_free) == 11 - 4 and np.asarray(pool.refcount)[before[0]].tolist() == [1, 1, 2, 2]
+    assert not np.asarray(audit(pool, tables, block_size=SIZE, slides=True)).any()
+    again = do_slide(pool, tables, ints(2, 0, 0, 0))
+    assert same((pool, tables), again)
+    # What is left is grown, forked, taken over and released like any row.
+    pool, tables = do_slide(pool, tables, ints(0, 0, 3, 0))
+    assert int(pool.num_free) == 11 - 2
+    pool, tables, ok = do_fork(pool, tables, ints(-1, -1, -1, 0))
+    assert ok and np.asarray(tables.blocks)[3].tolist() == after[0].tolist()
+    pool, tables = do_reorder(pool, tables, ints(2, 1, 2, 3))
+    assert np.asarray(tables.blocks)[0].tolist() == [0, 0, 0, before[0, 3]]
+    pool, tables, ok = do_grow(pool, tables, ints(16, 13, 16, 16))
+    assert ok and np.asarray(tables.blocks)[1, 3] > 0
+    assert not np.asarray(audit(pool, tables, block_size=SIZE, slides=True)).any()
+    assert np.asarray(do_audit(pool, tables, jnp.zeros(BLOCKS, jnp.int32))).any()  # without a window that is wrong
+    pool, tables = do_release(pool, tables, rows(0, 1, 2, 3))
+    assert int(pool.num_free) == 11 and sound(pool, tables)

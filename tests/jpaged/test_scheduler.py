@@ -59,7 +59,7 @@ class Loop:
         assert self.scheduler.free_blocks >= 0
         assert self.device.used_blocks <= counts.private + index.num_named
         assert len(self.device.named) == index.num_named - len(self.scheduler.to_name)
-        locked = [block for request in self.scheduler.running.values() for block in request.chain]
+        locked = [block for each in self.scheduler.running.values() for block in each.chain[each.slid :]]
         assert all(block.locks == locked.count(block) for block in index.blocks.values() if not block.pins)
         assert index.num_evictable == sum(not block.locks for block in index.blocks.values())
 
@@ -111,14 +111,16 @@ def test_any_traffic(data):
     """Arrivals, aborts, early stops and preemption in any order, for any sizes."""
     block_size = data.draw(st.sampled_from([1, 3, 8]))
     max_len = data.draw(st.integers(6, 48))
-    blocks = -(-max_len // block_size) + data.draw(st.integers(0, 20))
+    window, budget = data.draw(st.sampled_from([None, None, 1, 4, 13])), data.draw(st.sampled_from([9, 33, 64]))
+    sizes = dict(block_size=block_size, max_model_len=max_len, window=window, max_num_batched_tokens=budget)
+    steps = data.draw(st.integers(1, 6))
+    least = make_config(num_blocks=100, decode_steps=steps, **sizes).most_held_blocks
+    blocks = least + data.draw(st.integers(0, 20))
     config = make_config(
-        block_size=block_size,
-        max_model_len=max_len,
+        **sizes,
         num_blocks=blocks + 1,
         max_num_seqs=data.draw(st.integers(1, 9)),
-        max_num_batched_tokens=data.draw(st.sampled_from([9, 33, 64])),
-        decode_steps=data.draw(st.integers(1, 6)),
+        decode_steps=steps,
         watermark=data.draw(st.sampled_from([0.0, 0.1])),
         async_scheduling=data.draw(st.booleans()),
         max_stop_ids=data.draw(st.sampled_from([1, 4])),
@@ -151,7 +153,7 @@ def test_any_traffic(data):
             loop.scheduler.reset_prefix_cache()
     loop.run()
     for request in live:
-        expected = expected_output(request)
+        expected = expected_output(request, window)
         if request.finish_reason == "abort":
             assert request.output_token_ids == expected[: len(request.output_token_ids)]
         else:

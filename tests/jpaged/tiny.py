@@ -33,9 +33,10 @@ TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_gene
 
 
 @functools.lru_cache
-def tiny_model(dtype: str = "float32", seed: int = 0) -> LoadedModel:
+def tiny_model(dtype: str = "float32", seed: int = 0, window: int | None = None) -> LoadedModel:
     """Random weights, large enough that greedy outputs vary."""
-    config = ModelConfig.from_hf(HF_CONFIG)
+    kind = "mistral" if window else "llama"
+    config = ModelConfig.from_hf({**HF_CONFIG, "model_type": kind, "sliding_window": window})
     graphdef, shapes = param_shapes(config, jnp.dtype(dtype))
     rng = np.random.default_rng(seed)
 
@@ -70,7 +71,7 @@ def contiguous_attend(
 
 
 @functools.lru_cache
-def _forward(loaded_key: tuple[str, int], length: int):
+def _forward(loaded_key: tuple[str, int, int | None], length: int):
     loaded = tiny_model(*loaded_key)
 
     def run(params: dict, tokens: jax.Array) -> jax.Array:
@@ -82,14 +83,16 @@ def _forward(loaded_key: tuple[str, int], length: int):
     return jax.jit(run)
 
 
-def greedy_reference(prompt: list[int], count: int, *, ignore_eos: bool = True, seed: int = 0) -> list[int]:
+def greedy_reference(
+    prompt: list[int], count: int, *, ignore_eos: bool = True, seed: int = 0, window: int | None = None
+) -> list[int]:
     """Greedy continuation computed without a cache, one whole forward pass a token (padded to one length)."""
-    loaded, length = tiny_model(seed=seed), 128
+    loaded, length = tiny_model(seed=seed, window=window), 128
     out: list[int] = []
     while len(out) < count:
         tokens = [*prompt, *out]
         padded = jnp.asarray(tokens + [0] * (length - len(tokens)))
-        logits = _forward(("float32", seed), length)(loaded.params, padded)
+        logits = _forward(("float32", seed, window), length)(loaded.params, padded)
         out.append(int(jnp.argmax(logits[len(tokens) - 1])))
         if out[-1] == 2 and not ignore_eos:
             break
@@ -101,8 +104,8 @@ def tiny_config(**changes) -> EngineConfig:
     return EngineConfig(**{**sizes, **changes})
 
 
-def tiny_engine(**changes) -> Engine:
-    return Engine(tiny_model(), tiny_config(**changes))
+def tiny_engine(*, window: int | None = None, **changes) -> Engine:
+    return Engine(tiny_model(window=window), tiny_config(window=window, **changes))
 
 
 def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
