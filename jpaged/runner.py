@@ -151,8 +151,8 @@ class Runner:
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
         """Start a step, with the copies that go before it, and return without waiting for them."""
-        self._save(schedule.save)
-        loaded = self._load(schedule.load)
+        self.save(schedule.save)
+        loaded = self.load(schedule.load)
         if schedule.prefill:
             layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.size)]
         else:
@@ -272,7 +272,7 @@ class Runner:
         self.state, result, records = program(self.params, self.state, pack_plan(schedule, layout))
         return Dispatched(schedule, layout.rows, result, records, [], 0)
 
-    def _save(self, saves: Sequence[Save]) -> None:
+    def save(self, saves: Sequence[Save]) -> None:
         """Start to copy blocks to the host."""
         for start in range(0, len(saves), COPIED_AT_ONCE):
             some = saves[start : start + COPIED_AT_ONCE]
@@ -294,7 +294,7 @@ class Runner:
                 self.store.arrive(block, data)
             self.num_saved += 1
 
-    def _load(self, loads: Sequence[Load]) -> list[jax.Array]:
+    def load(self, loads: Sequence[Load]) -> list[jax.Array]:
         """Start to copy blocks to the device. Returns for each program whether it could, bool[]."""
         if any(load.block.data is None for load in loads):
             self.wait_for_saves()

@@ -124,10 +124,11 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
     empty = np.flatnonzero(~active)
     parent = np.full(rows, -1, np.int32)
     parent[empty] = empty % max(1, rows // 8)
-    # Eight rows with a prefix hit of up to 16 blocks: those of eight others.
+    # Eight rows (or all that are empty) with a prefix hit of up to 16 blocks: those of as many others.
+    hit = range(min(8, empty.size))
     full = np.minimum(np.asarray(state[1].length[:8]) // BLOCK_SIZE, 16)
-    hits = np.array([(empty[s], column) for s in range(8) for column in range(full[s])], np.int32).reshape(-1, 2).T
-    hit_blocks = np.concatenate([state[1].blocks[s, : full[s]] for s in range(8)])
+    hits = np.array([(empty[s], column) for s in hit for column in range(full[s])], np.int32).reshape(-1, 2).T
+    hit_blocks = np.concatenate([state[1].blocks[s, : full[s]] for s in hit])
     size = {"block_size": BLOCK_SIZE}
 
     def grow_one(s: State) -> State:
@@ -174,7 +175,7 @@ def operations(state: State) -> dict[str, tuple[Callable, Callable, bool]]:
         "release 1 row": release_rows(1),
         "release 8 rows": release_rows(8),
         f"release {rows} rows": release_rows(rows),
-        "share with 8 rows": (share_rows, lambda n: n.share(*hits, hit_blocks), False),
+        f"share with {len(hit)} rows": (share_rows, lambda n: n.share(*hits, hit_blocks), False),
         f"fork {empty.size} rows": (fork_rows, lambda n: n.fork(parent), False),
         f"fork {empty.size} rows and write": (fork_and_write, numpy_fork_and_write, False),
     }
@@ -206,6 +207,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=65_536, help="blocks in the pool")
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
+    if args.rows < 4:
+        parser.error(f"--rows must be at least 4 (a quarter of them is empty), got {args.rows}")
 
     table = measure(args.rows, args.columns, args.blocks, args.repeats)
     print(f"{args.rows} rows x {args.columns} blocks, pool of {args.blocks}; medians in ms")

@@ -1,8 +1,11 @@
 """What sharing saves: blocks of parallel sampling and beam search, and throughput of prompts with a common prefix.
 
+And what it costs to bring a preempted sequence back: copied to the host and back, or computed again.
+
     python scripts/bench_sharing.py saving MODEL --lengths sharegpt_lengths.csv --requests 40
     python scripts/bench_sharing.py prefix --dtype bfloat16
     python scripts/bench_sharing.py beams --dtype bfloat16
+    python scripts/bench_sharing.py swap --dtype bfloat16
 
 saving  Share of blocks saved: (blocks without sharing - blocks used) / blocks without sharing, mean over steps, as in
         Fig. 15 of the PagedAttention paper, whose ranges stand beside. Lengths from a CSV file, or, without one, drawn
@@ -10,6 +13,8 @@ saving  Share of blocks saved: (blocks without sharing - blocks used) / blocks w
 prefix  Output tokens a second of prompts that begin with the same 80 or 341 tokens (Fig. 16), with the prefix cache
         on and off, in turns; a random-weight model of SmolLM2-135M's shape.
 beams   Milliseconds a token of beam width 4 and of 4 independent greedy requests, in turns; same model.
+swap    By block size (Fig. 19): milliseconds to copy 256 tokens to the host (out) and back (in), and to compute them
+        again; and output tokens a second of requests that preempt each other for want of memory, in turns; same model.
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ import csv
 import statistics
 import time
 
+import jax
 import numpy as np
 from bench_tools import make_parser, print_table, save_json
 from jpaged_models import load_model
 from random_model import SMOLLM2_135M, random_model
 
 from jpaged import BeamSearchParams, Engine, EngineConfig, SamplingParams
+from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.schedule import Load, Save, Schedule
+from jpaged.tiers import StoredBlock
 
 PAPER = {"parallel": {"alpaca": "6.1 to 9.8", "lengths": "16.2 to 30.5"}}
 PAPER["beam"] = {"alpaca": "37.6 to 55.2", "lengths": "44.3 to 66.3"}
@@ -45,8 +54,13 @@ def main() -> None:
         command.add_argument("--repeats", type=int, default=3)
         command.add_argument("--prompts", type=int, default=16, help="of a pass of `prefix` (default: 16)")
         command.add_argument("--prefix", type=int, nargs="+", default=[80, 341], help="tokens in common, of `prefix`")
+    swap = commands.add_parser("swap")
+    swap.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    swap.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
+    swap.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    header, rows = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams}[args.command](args)
+    measures = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams, "swap": measure_swap}
+    header, rows = measures[args.command](args)
     print_table(header, rows)
     save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
 
@@ -125,6 +139,62 @@ def measure_beams(args: argparse.Namespace) -> tuple[list[str], list[list]]:
     medians = {name: statistics.median(each) / output * 1e3 for name, each in times.items()}
     greedy = medians["4 greedy"]
     return ["what", "ms/token", "ratio"], [[name, each, each / greedy] for name, each in medians.items()]
+
+
+def measure_swap(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+    loaded = random_model(SMOLLM2_135M, args.dtype)
+    enable_compilation_cache(None)
+    rng = np.random.default_rng(0)
+    tokens, output, rows = 256, 64, []
+    for size in args.block_size:
+        # Four sequences of six fit when they are done, so that some have to make way.
+        sizes = dict(block_size=size, num_blocks=1 + 4 * -(-320 // size), max_model_len=320, max_num_seqs=8)
+        sizes |= dict(max_num_batched_tokens=256, free_padding=True, watermark=0.0)
+        engines = {mode: Engine(loaded, EngineConfig(**sizes, preemption=mode)) for mode in ("swap", "recompute")}
+        out, back = time_copies(engines["swap"], tokens // size, 5 * args.repeats)
+        compute: list[float] = []
+        times: dict[str, list[float]] = {mode: [] for mode in engines}
+        one = {"params": SamplingParams(temperature=0, max_tokens=1)}
+        many = {"params": SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)}
+        prompts = [rng.integers(3, 49152, tokens - 64) for _ in range(12)]
+        for turn in range(args.repeats + 1):
+            for mode, engine in engines.items():
+                engine.reset_prefix_cache()
+                seconds = run(engine, [(prompt, many) for prompt in prompts])
+                engine.reset_prefix_cache()
+                alone = run(engine, [(rng.integers(3, 49152, tokens), one)])
+                if turn:
+                    times[mode].append(seconds)
+                    compute.append(alone)
+        again = statistics.median(compute) * 1e3
+        rates = {mode: len(prompts) * output / statistics.median(each) for mode, each in times.items()}
+        stats = [engine.stats().preemptions // (args.repeats + 1) for engine in engines.values()]
+        swapped = rates["swap"] / rates["recompute"]
+        rows.append(
+            [size, out, back, again, again / (out + back), *rates.values(), swapped, "{} and {}".format(*stats)]
+        )
+    header = ["block size", "out ms", "in ms", "compute ms", "compute / copy", "tokens/s, swap", "tokens/s, recompute"]
+    return [*header, "ratio", "preemptions a pass"], rows
+
+
+def time_copies(engine: Engine, blocks: int, repeats: int) -> tuple[float, float]:
+    """Median milliseconds to copy blocks of an idle engine to the host, until they are there, and back into others."""
+    runner = engine.runner
+    out, back = [], []
+    for turn in range(repeats + 1):
+        stored = [StoredBlock(str(i).encode()) for i in range(blocks)]
+        start = time.perf_counter()
+        runner.save([Save(0, 0, 0, block) for block in stored])
+        runner.wait_for_saves()
+        middle = time.perf_counter()
+        runner.load([Load(1 + i, block) for i, block in enumerate(stored)])
+        jax.block_until_ready(runner.state.cache)
+        end = time.perf_counter()
+        runner.read(runner.dispatch(Schedule(drop=[(0, 0, 1 + i) for i in range(blocks)])))
+        if turn:
+            out.append(middle - start)
+            back.append(end - middle)
+    return statistics.median(out) * 1e3, statistics.median(back) * 1e3
 
 
 def make_engine(loaded, **changes) -> Engine:

@@ -58,9 +58,9 @@ def test_blocks_keep_their_bits_in_other_places(kv_dtype):
     store.hold([bytes([i]) for i in range(count)])
     stored = [store.put(bytes([i])) for i in range(count)]
     places = [(3, column, 0) for column in range(4)] + [(0, 0, name) for name in range(1, 7)]
-    runner._save([Save(*place, block) for place, block in zip(places, stored, strict=True)])
+    runner.save([Save(*place, block) for place, block in zip(places, stored, strict=True)])
     assert all(block.data is None for block in stored)  # started, and not waited for
-    done = runner._load([Load(40 + i, block) for i, block in enumerate(stored)])
+    done = runner.load([Load(40 + i, block) for i, block in enumerate(stored)])
     assert all(map(bool, done)) and len(done) == 2
     assert {block.data.nbytes for block in stored} == {store.block_bytes}
     state = runner.state
@@ -78,7 +78,7 @@ def test_a_load_that_finds_no_room_changes_nothing_and_is_reported():
     runner, store = engine.runner, engine.scheduler.store
     store.hold([b"a", b"b"])
     stored = [store.put(key) for key in (b"a", b"b")]
-    runner._save([Save(0, 0, 0, block) for block in stored])
+    runner.save([Save(0, 0, 0, block) for block in stored])
     runner.state = runner.state._replace(pool=runner.state.pool._replace(num_free=jax.numpy.int32(1)))
     dispatched = runner.dispatch(Schedule(load=[Load(3 + i, block) for i, block in enumerate(stored)], release=[0]))
     assert not any(map(bool, dispatched.loaded)) and int(runner.state.pool.num_free) == 1
