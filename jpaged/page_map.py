@@ -21,7 +21,7 @@ class SequenceMap:
     """A sequence that owns blocks. `request_id` and what follows are None for one that has just ended."""
 
     slot: int
-    blocks: list[int]  # physical ids, in the order of its tokens
+    blocks: list[int]  # physical ids, in the order of its tokens; 0 where a sliding window has left it behind
     tokens: int  # in the cache
     request_id: str | None = None
     index: int | None = None  # among the outputs of its prompt
