@@ -18,6 +18,7 @@ from jpaged_models import describe_backend
 from jpaged.cli_options import ENGINE, SAMPLING, add_engine_arguments, add_sampling_arguments, pick
 from jpaged.commands.bench import add_bench
 from jpaged.commands.chat import add_chat
+from jpaged.commands.plan import add_plan
 from jpaged.commands.serve import add_serve
 from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_chat(commands)
     add_bench(commands)
+    add_plan(commands)
     return parser
 
 

@@ -12,7 +12,7 @@ from .generation import GenerationDefaults
 from .load import LoadedModel, load_model, load_tokenizer
 from .orbax_checkpoint import save_checkpoint
 from .packing import LINEAR_BACKENDS, QUANTIZATIONS, check_quantization, pack_model, pick_linear_backend
-from .paged import KVPages, init_cache, paged_attend
+from .paged import KVPages, cache_shapes, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
 from .tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",
+    "cache_shapes",
     "check_quantization",
     "contiguous_attend",
     "copy_cache_blocks",

@@ -26,6 +26,14 @@ def init_cache(
     return tuple(pages() for _ in range(config.num_layers))
 
 
+def cache_shapes(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike, platform: str
+) -> tuple[KVPages, ...]:
+    """What ``init_cache`` makes on ``platform`` ("cpu", "gpu", "tpu"), as ``jax.ShapeDtypeStruct``s."""
+    sizes = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    return (pallas_kernels.page_shapes(*sizes, dtype, platform),) * config.num_layers
+
+
 def paged_attend(batch: PagedBatch, backend: str = "auto") -> Attend:
     """An ``attend`` that rotates, writes new keys and values to their slots, then lets the queries read pages."""
 

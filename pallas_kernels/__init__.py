@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import (
     rotate_and_write,
     write_kv,
 )
-from pallas_kernels.pages import KVPages, init_pages, rotate
+from pallas_kernels.pages import KVPages, init_pages, page_shapes, rotate
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.storage import KV_DTYPES, storage_dtype
 
@@ -24,6 +24,7 @@ __all__ = [
     "copy_blocks",
     "describe_backend",
     "init_pages",
+    "page_shapes",
     "paged_attention",
     "prefer_huge_pages",
     "rotate",

@@ -32,26 +32,31 @@ class KVPages(NamedTuple):
     v_scales: jax.Array | None = None
 
 
-def init_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: jax.typing.DTypeLike) -> KVPages:
-    """Zero pages of `num_blocks` blocks, in the default backend's storage dtype for `dtype`.
+def page_shapes(
+    num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: jax.typing.DTypeLike, platform: str
+) -> KVPages:
+    """The shapes and dtypes of pages on `platform` ("cpu", "gpu", "tpu"): KVPages of jax.ShapeDtypeStruct.
 
+    dtype: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn), or one of those dtypes.
     On TPUs head_dim is rounded up to a multiple of 128: they lay arrays out so anyway, and only so can the kernels copy
     pages as they lie.
-
-    `dtype`: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn), or one of those dtypes.
     """
     shape = (num_blocks, kv_heads, block_size, head_dim)
     for name, size in zip(("num_blocks", "kv_heads", "block_size", "head_dim"), shape, strict=True):
         if size < 1:
             fail(name, size, "at least 1")
-    platform = jax.default_backend()
     stored = storage_dtype(dtype, platform)
     if platform == "tpu":
         shape = (*shape[:3], -(-head_dim // LANES) * LANES)
-    if stored.name not in QUANTISED:
-        return KVPages(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
-    scales = (jnp.zeros(shape[:3], jnp.float32) for _ in range(2))
-    return KVPages(jnp.zeros(shape, stored), jnp.zeros(shape, stored), *scales)
+    pool = jax.ShapeDtypeStruct(shape, stored)
+    scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if stored.name in QUANTISED else None
+    return KVPages(pool, pool, scales, scales)  # type: ignore[arg-type]
+
+
+def init_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: jax.typing.DTypeLike) -> KVPages:
+    """Zero pages of `num_blocks` blocks, as the default backend's platform stores them; see `page_shapes`."""
+    shapes = page_shapes(num_blocks, kv_heads, block_size, head_dim, dtype, jax.default_backend())
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array) -> KVPages:

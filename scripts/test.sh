@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Installs the test extra into .venv, then checks style and types and runs the tests; and, where a newer
-# Python is installed, runs the tests marked 'smoke' there too, on the newest JAX it can have.
+# Python is installed, runs the tests marked 'smoke' there too, on the newest JAX it can have. Some programs are
+# compiled for a TPU and a GPU that are not here, where their compilers can be installed.
 #
 # usage: bash scripts/test.sh [--fast] [pytest arguments]
-#   --fast             only the smoke tests, and no second environment
-#   -k WORD, FILE, ... anything else goes to pytest; naming tests this way leaves out the second environment
+#   --fast             only the smoke tests, and no other environment
+#   -k WORD, FILE, ... anything else goes to pytest; naming tests this way leaves out the other environments
 set -euo pipefail
 
 fast=false
@@ -44,8 +45,20 @@ if $fast; then
     exec .venv/bin/python -m pytest "${workers[@]}" -m smoke ${arguments[@]+"${arguments[@]}"}
 fi
 
-# The newer environment goes first, so that the last line printed is the summary of the whole suite.
+# check_ahead EXTRA TARGET: compiles a few programs for a machine that is not here.
+check_ahead() {
+    heading "compiled for $2"
+    if make_env ".venv-$1" ".[$1]" "$python"; then
+        ".venv-$1/bin/python" scripts/aot_check.py "$2" --smoke
+    else
+        echo "left out: the compiler could not be installed"
+    fi
+}
+
+# The other environments go first, so that the last line printed is the summary of the whole suite.
 if ((${#arguments[@]} == 0)); then
+    check_ahead tpu v5e
+    check_ahead cuda h200
     if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
         heading "smoke tests on the newest JAX: left out, .venv has it already"
     elif newer=$(find_python 12 python3.14 python3.13 python3.12 \

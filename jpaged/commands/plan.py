@@ -1,0 +1,108 @@
+"""`jpaged plan`: what fits on a machine that one does not have yet, and how fast it can be at best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+from jpaged_models import ModelConfig
+
+from jpaged.config import KV_CACHE_DTYPES, EngineConfig
+from jpaged.planner import decode_rate, fit, measure, prefill_rate
+from jpaged.targets import TARGETS, find_target, prepare
+
+GIB = 1 << 30
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say what fits on a GPU or TPU, without having it",
+        description="Compile a model's steps with the compiler of a GPU or TPU that need not be here, and print what "
+        "of its memory they take, how many KV blocks and sequences fit besides, and how fast decoding can be at best. "
+        "The compilers: pip install 'jpaged[cuda]' or 'jpaged[tpu]', in an environment each.",
+    )
+    plan.set_defaults(run=run_plan)
+    add = plan.add_argument
+    add("--model", required=True, type=Path, help="a config.json, or the folder of a checkpoint")
+    add("--target", required=True, choices=sorted(TARGETS), help="one chip of these")
+    add("--max-model-len", type=int, help="longest prompt + output (default: the model's limit, 8192 at most)")
+    add("--max-num-seqs", type=int, default=64, help="sequences that run at once (default: 64)")
+    add("--max-num-batched-tokens", type=int, default=2048, help="most tokens in a step (default: 2048)")
+    add("--block-size", type=int, default=16, help="tokens in a KV block (default: 16)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights (default: bfloat16)")
+    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(default: auto, as --dtype)")
+    add("--memory-fraction", type=float, default=0.9, help="of the chip's memory that may be used (default: 0.9)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    if not 0.0 < options.memory_fraction <= 1.0:
+        raise ValueError(f"memory_fraction must be in (0, 1], got {options.memory_fraction!r}")
+    path = options.model / "config.json" if options.model.is_dir() else options.model
+    model = ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+    target = find_target(options.target)
+    prepare()
+    length = options.max_model_len or min(model.max_position_embeddings, 8192)
+    if length > model.max_position_embeddings:
+        raise ValueError(f"max_model_len={length} is more than the model's {model.max_position_embeddings} positions")
+    config = EngineConfig(
+        num_blocks=-(-length // options.block_size) + 1,
+        max_model_len=length,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        linear_backend="xla",
+    )
+    kv_dtype = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    needs = measure(model, config, options.dtype, kv_dtype, target)
+    usable = int(target.memory_bytes * options.memory_fraction)
+    found = fit(needs, usable, options.block_size, length)
+    rates = {
+        f"{sequences}x{context}": round(decode_rate(needs, options.block_size, sequences, context, target.bandwidth))
+        for sequences in sorted({1, 16, options.max_num_seqs})
+        for context in (1024, length)
+        if sequences * -(-context // options.block_size) <= found.blocks
+    }
+    result = {
+        "target": options.target,
+        "memory_gib": round(target.memory_bytes / GIB, 1),
+        "usable_gib": round(usable / GIB, 1),
+        "weights_gib": round(needs.weights / GIB, 2),
+        "state_gib": round(needs.state / GIB, 2),
+        "temporaries_gib": round(needs.temporaries / GIB, 2),
+        "kv_gib": round(found.kv_bytes / GIB, 2),
+        "kv_bytes_per_token": needs.block // options.block_size,
+        "kv_blocks": found.blocks,
+        "kv_tokens": found.tokens,
+        "sequences_of_max_model_len": found.sequences,
+        "decode_tokens_per_s_at_most": rates,
+        "prompt_tokens_per_s_at_most": round(
+            prefill_rate(needs.weights, jnp.dtype(options.dtype).itemsize, target.flops)
+        ),
+    }
+    print(json.dumps(result) if options.json else describe(result, length))
+
+
+def describe(result: dict, length: int) -> str:
+    """For people to read."""
+    r = result
+    if not r["kv_blocks"]:
+        fits = "The model does not fit."
+    else:
+        fits = (
+            f"KV cache    {r['kv_gib']:8.2f} GiB   {r['kv_blocks']} blocks, {r['kv_tokens']} tokens of "
+            f"{r['kv_bytes_per_token']} bytes: {r['sequences_of_max_model_len']} sequences of {length} tokens"
+        )
+    lines = [
+        f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} GiB to be used; one chip",
+        f"weights     {r['weights_gib']:8.2f} GiB",
+        f"state       {r['state_gib']:8.2f} GiB   all that the engine keeps besides weights and KV",
+        f"temporaries {r['temporaries_gib']:8.2f} GiB   as the compiler says, of the largest step",
+        fits,
+        f"At most {r['prompt_tokens_per_s_at_most']} prompt tokens/s, and by sequences x tokens in the cache of each:",
+        *(f"    {name:>12} {rate:8} tokens/s" for name, rate in r["decode_tokens_per_s_at_most"].items()),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""What fits on a machine that is not here, and how fast it can be at best: from a compiled step, not from a formula.
+
+Weights and KV are counted from their shapes; what a step needs besides is what the machine's own compiler says of it. A
+step of two layers is compiled, for layers use each other's temporaries. Speed is a roofline: a decode step cannot end
+before its weights and the keys and values of its sequences have been read once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jpaged_models import ModelConfig, cache_shapes, param_shapes
+
+from jpaged.config import EngineConfig
+from jpaged.runner import build_programs
+from jpaged.state import init_state
+from jpaged.targets import Target, lower_for
+
+LAYERS = 2  # of the model that is compiled
+
+
+class Needs(NamedTuple):
+    """Bytes on one chip."""
+
+    weights: int
+    state: int  # all of the engine's besides KV
+    temporaries: int  # of the largest step
+    block: int  # one KV block over all layers
+
+
+class Fit(NamedTuple):
+    """What the memory left over holds."""
+
+    kv_bytes: int
+    blocks: int  # 0: the model does not fit
+    tokens: int
+    sequences: int  # of the greatest length
+
+
+def measure(model: ModelConfig, config: EngineConfig, dtype: str, kv_dtype: str, target: Target) -> Needs:
+    """Compiles the largest steps for the target. Raises ValueError for what its kernels do not support.
+
+    config: `num_blocks` is only what a step is compiled with.
+    """
+    layers = min(LAYERS, model.num_layers)
+    small = dataclasses.replace(model, num_layers=layers, windows=model.windows[:layers])
+    graphdef, params = param_shapes(small, jnp.dtype(dtype))
+    state = jax.eval_shape(lambda: init_state(small, config, kv_dtype))
+    state = state._replace(cache=cache_shapes(small, config.num_blocks, config.block_size, kv_dtype, target.platform))
+    programs = build_programs(graphdef, config, model.vocab_size)
+    temporaries = 0
+    for layout, program in (programs.decode[config.decode_buckets[-1]], programs.mixed[config.token_buckets[-1]]):
+        plan = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        memory: Any = lower_for(target, program, params, state, plan).compile().memory_analysis()
+        temporaries = max(temporaries, memory.temp_size_in_bytes)
+    return Needs(
+        weights=byte_size(param_shapes(model, jnp.dtype(dtype))[1]),
+        state=byte_size(state._replace(cache=())),
+        temporaries=temporaries,
+        block=byte_size(cache_shapes(model, 1, config.block_size, kv_dtype, target.platform)),
+    )
+
+
+def fit(needs: Needs, memory_bytes: int, block_size: int, max_model_len: int) -> Fit:
+    """What `memory_bytes` of a chip's memory hold besides the model; one block is the null block."""
+    left = memory_bytes - needs.weights - needs.state - needs.temporaries
+    blocks = max(left // needs.block - 1, 0)
+    return Fit(blocks * needs.block, blocks, blocks * block_size, blocks // -(-max_model_len // block_size))
+
+
+def decode_rate(needs: Needs, block_size: int, sequences: int, context: int, bandwidth: float) -> float:
+    """The most tokens/s of so many sequences with so many tokens in the cache each, by the bytes that must be read."""
+    read = needs.weights + sequences * context * needs.block / block_size
+    return sequences * bandwidth / read
+
+
+def prefill_rate(weights: int, itemsize: int, flops: float) -> float:
+    """The most prompt tokens/s, by two operations for each weight and token (attention left out)."""
+    return flops / (2 * weights / itemsize)
+
+
+def byte_size(tree: Any) -> int:
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

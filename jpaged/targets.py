@@ -1,0 +1,127 @@
+"""Machines that are not here: compile for them with their real compilers, and read what the compilers say.
+
+A TPU's compiler comes with the `libtpu` wheel (the extra "tpu"), a GPU's with jax's CUDA plugin (the extra "cuda"),
+each in an environment of its own, because both look for their device when JAX starts. `prepare` is called before that.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+try:
+    from jax.sharding import AbstractDevice
+except ImportError:  # JAX 0.10
+    from jax._src.mesh import AbstractDevice
+
+
+class Target(NamedTuple):
+    """A machine: what JAX calls it, and one of its chips by its maker's numbers."""
+
+    platform: str  # as JAX names it when it lowers
+    topology: str
+    chips: int
+    cores: int  # of a chip, as Pallas wants to know them
+    memory_bytes: int  # of a chip
+    bandwidth: float  # bytes/s of a chip
+    flops: float  # bfloat16 products of a chip, 1/s
+
+
+TARGETS = {
+    "h200": Target("cuda", "1x1x1", 1, 132, 151_397_597_184, 4.8e12, 989e12),
+    "v5e": Target("tpu", "v5e:2x2", 4, 1, 16 << 30, 819e9, 197e12),
+    "v6e": Target("tpu", "v6e:2x2", 4, 1, 32 << 30, 1.64e12, 918e12),
+}
+NEEDS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "cuda")}  # a module, and the extra that brings it
+
+
+def prepare() -> None:
+    """Tells JAX and the compilers not to look for devices. To be called before JAX is first used."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu: do not ask a cloud for its metadata
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the CUDA plugin: there is no driver
+    jax.config.update("jax_platforms", "cpu")
+
+
+def find_target(name: str) -> Target:
+    """Raises ValueError for an unknown name, or if the target's compiler is not installed."""
+    if name not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
+    target = TARGETS[name]
+    module, extra = NEEDS[target.platform]
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"target {name!r} needs the compiler for {target.platform}: pip install 'jpaged[{extra}]'")
+    return target
+
+
+def list_devices(target: Target) -> Sequence[Any]:
+    """Devices to compile for."""
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
+    text = importlib.resources.files("jpaged.devices").joinpath("nvidia_h200.txtpb").read_text(encoding="utf-8")
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=text, topology=target.topology
+    ).devices
+
+
+def lower_for(target: Target, program: Any, *arguments: Any) -> jax.stages.Lowered:
+    """A jitted program lowered for one chip of the target. arguments: trees of anything with a shape and a dtype."""
+    device = list_devices(target)[0]
+    sharding = SingleDeviceSharding(device)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    abstract = AbstractDevice(device.device_kind, target.cores, target.platform)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        return program.trace(*shapes).lower(lowering_platforms=(target.platform,))
+
+
+class Report(NamedTuple):
+    """What a compiler says of a program; bytes are of one chip."""
+
+    argument_bytes: int
+    alias_bytes: int  # of arguments whose memory the results take
+    temporary_bytes: int
+    kernels: int  # of ours that it calls
+    copies: list[str]  # lines of HLO that copy what should not be
+    has_text: bool  # False: this jaxlib cannot read the HLO of that compiler, and `kernels` are those before compiling
+
+
+KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)"')
+LOWERED_KERNEL = re.compile(r"@(?:tpu_custom_call|\"?__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)")
+
+
+def inspect(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, sizes_kept: Collection[int]) -> Report:
+    """What the compiler says; `sizes_kept`: how many elements those arrays have that must not be copied."""
+    memory: Any = compiled.memory_analysis()
+    sizes = memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    try:
+        text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return Report(*sizes, len(LOWERED_KERNEL.findall(lowered.as_text())), [], False)
+    return Report(*sizes, len(KERNEL.findall(text)), list(find_copies(text, sizes_kept)), True)
+
+
+def find_copies(hlo: str, sizes: Collection[int]) -> Iterator[str]:
+    """Lines that write a new array of one of these numbers of elements which nothing but moves or converts another.
+
+    Told by their size, because a copy is often made to have another shape. Fused computations are passed over: what
+    they make in between is never in memory. So are copies that are started and awaited, which fetch to fast memory.
+    """
+    fused = set(re.findall(r"fusion\([^\n]*calls=%?([\w.-]+)", hlo))
+    inside = ""
+    moves = "copy|convert|bitcast-convert|transpose"
+    moving = re.compile(rf"\s*(?:ROOT )?%?[\w.-]+ = \w+\[([\d,]*)\]\S* (?:{moves})\(")
+    for line in hlo.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if header:
+            inside = header[1]
+        made = moving.match(line)
+        if made and inside not in fused and math.prod(int(n) for n in made[1].split(",") if n) in sizes:
+            yield line.strip()[:200]

@@ -1,0 +1,267 @@
+"""Compiles the kernels and the engine's steps for machines that are not here, and checks what their compilers say.
+
+    python scripts/aot_check.py v5e            # also: v6e, h200
+    python scripts/aot_check.py h200 --smoke   # the least of it, in seconds
+    python scripts/aot_check.py h200 --triton  # besides: registers, spills, tensor-core instructions of the GPU kernels
+
+The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda]'`, in an environment each; --triton needs the
+triton wheel as well. Checked are, of every program: it compiles; the pool is updated in place (aliased); nothing of the
+size of the pool or of a weight is copied; temporaries take less than 5 % of the pool; our kernels are called.
+Status 1 if anything fails. The last lines are a table; --json writes it as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from aot_triton import compile_triton
+from jax import ShapeDtypeStruct as Array
+from jpaged_models import ModelConfig, cache_shapes, param_shapes
+
+from jpaged import EngineConfig
+from jpaged.runner import build_programs
+from jpaged.state import init_state
+from jpaged.targets import Target, find_target, inspect, lower_for, prepare
+from pallas_kernels import KVPages, PagedBatch, copy_blocks, page_shapes, paged_attention, write_kv
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+TINY = {**LLAMA, "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+TINY |= {"num_key_value_heads": 2, "head_dim": 128}
+MODELS = {"llama-3-8b": LLAMA, "qwen3-0.6b": QWEN, "tiny": TINY}
+POOL_BYTES = 4 << 30
+TOKENS, ROWS, BLOCKS_A_ROW = 512, 64, 128
+
+
+class Program(NamedTuple):
+    """Something to compile: a jitted function, its arguments, and what must be true of it."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    pool_bytes: int  # aliased; 0: nothing is written
+    sizes_kept: frozenset[int]  # elements of the arrays that must not be copied
+    kernels: int  # at least so many calls
+
+
+# ---------------------------------------------------------------- kernels
+
+
+class Case(NamedTuple):
+    """A shape of the kernels: KV heads, queries a KV head, head size, page and query dtype, options."""
+
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    query: str = "bfloat16"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sinks(self) -> bool:
+        return dict(self.options).get("sinks", False)
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}" for name, _ in self.options)
+        return f"{self.kv_heads}x{self.group}x{self.head_dim} {self.dtype} q {self.query}{options}"
+
+
+EVERY_OPTION = (("window", 100), ("soft_cap", 30.0), ("sinks", True), ("return_lse", True))
+CASES = (
+    Case(),
+    Case(options=EVERY_OPTION),
+    Case(dtype="int8"),
+    Case(dtype="float8_e4m3fn", options=EVERY_OPTION),
+    Case(dtype="float32", query="float32"),
+    Case(kv_heads=1, group=8, head_dim=256),
+    Case(kv_heads=32, group=1, head_dim=80),
+    Case(group=3, head_dim=96),
+    Case(kv_heads=2, group=9, head_dim=192),
+    Case(head_dim=64),
+    Case(head_dim=32, dtype="int8", query="float32"),
+)
+
+
+def kernel_programs(case: Case, platform: str) -> Iterator[Program]:
+    """Decode, mixed attention, and writing and copying of pages."""
+    quantised = case.dtype in ("int8", "float8_e4m3fn")
+    block_size = 128 if platform == "tpu" and quantised else 16
+    token = page_shapes(1, case.kv_heads, 1, case.head_dim, case.dtype, platform).k
+    blocks = POOL_BYTES // 16 // (block_size * byte_size(token))
+    pages = page_shapes(blocks, case.kv_heads, block_size, case.head_dim, case.dtype, platform)
+    heads = case.kv_heads * case.group
+    options = {name: value for name, value in case.options if name != "sinks"}
+
+    def attend(q: Any, pages: KVPages, batch: PagedBatch, sinks: Any) -> Any:
+        return paged_attention(q, pages, batch, scale=case.head_dim**-0.5, sinks=sinks, **options)
+
+    kept = large_sizes(pages)
+    sinks = Array((heads,), jnp.float32) if case.sinks else None
+    for name, rows in (("decode", ROWS), ("mixed", TOKENS)):
+        mixed = name == "mixed"
+        batch = PagedBatch(
+            Array((ROWS, BLOCKS_A_ROW), jnp.int32),
+            Array((ROWS,), jnp.int32),
+            Array((rows,), jnp.int32),
+            Array((ROWS + 1,), jnp.int32) if mixed else None,
+            Array((), jnp.int32) if mixed else None,
+        )
+        q = Array((rows, heads, case.head_dim), case.query)
+        yield Program(f"{name} {case}", jax.jit(attend), (q, pages, batch, sinks), 0, kept, 2 if mixed else 1)
+
+    def write(pages: KVPages, k: Any, v: Any, slots: Any, src: Any, dst: Any) -> KVPages:
+        return copy_blocks(write_kv(pages, k, v, slots), src, dst)
+
+    new, some = Array((TOKENS, case.kv_heads, case.head_dim), case.query), Array((4,), jnp.int32)
+    arguments = (pages, new, new, Array((TOKENS,), jnp.int32), some, some)
+    yield Program(f"write {case}", jax.jit(write, donate_argnums=0), arguments, byte_size(pages), kept, 2)
+
+
+# ---------------------------------------------------------------- steps of the engine
+
+
+def step_programs(name: str, layers: int, platform: str) -> Iterator[Program]:
+    """A mixed step and a decode loop of a model with so many layers."""
+    model = ModelConfig.from_hf({**MODELS[name], "num_hidden_layers": layers})
+    block = byte_size(cache_shapes(model, 1, 16, "bfloat16", platform))
+    config = EngineConfig(
+        num_blocks=POOL_BYTES // block, max_model_len=4096, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS
+    )
+    graphdef, params = param_shapes(model, jnp.dtype(jnp.bfloat16))
+    state = jax.eval_shape(lambda: init_state(model, config, "bfloat16"))
+    # As the target stores them; init_state speaks of the machine that this runs on.
+    cache = cache_shapes(model, config.num_blocks, config.block_size, "bfloat16", platform)
+    state = state._replace(cache=cache)
+    kept = large_sizes((cache, params))
+    programs = build_programs(graphdef, config, model.vocab_size)
+    for kind, (layout, program) in (
+        (f"mixed step of {TOKENS} tokens", programs.mixed[TOKENS]),
+        (f"decode loop of {ROWS} rows", programs.decode[ROWS]),
+    ):
+        plan = Array((layout.size,), jnp.int32)
+        arguments = (params, state, plan)
+        yield Program(f"{name}, {kind}", program, arguments, byte_size(state.cache), kept, 2 * layers)
+
+
+def large_sizes(tree: Any) -> frozenset[int]:
+    """How many elements pools and weights have; small weights might be as large as some activations."""
+    return frozenset(size for x in jax.tree.leaves(tree) if (size := math.prod(x.shape)) >= 1 << 20)
+
+
+def byte_size(tree: Any) -> int:
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+# ---------------------------------------------------------------- checking
+
+
+def check(program: Program, target: Target) -> dict[str, Any]:
+    """Compiles a program: a row of the table, with what is wrong under "problems"."""
+    started = time.perf_counter()
+    row: dict[str, Any] = {"program": program.name, "problems": []}
+    try:
+        lowered = lower_for(target, program.function, *program.arguments)
+        report = inspect(lowered, lowered.compile(), program.sizes_kept)
+    except Exception as error:  # a compiler's refusals have no class in common
+        return {**row, "problems": [f"{type(error).__name__}: {str(error)[:500]}"]}
+    problems = row["problems"]
+    if report.alias_bytes < program.pool_bytes:
+        problems.append(f"only {report.alias_bytes} of the pool's {program.pool_bytes} bytes are aliased")
+    if program.pool_bytes and report.temporary_bytes > 0.05 * POOL_BYTES:
+        problems.append(f"{report.temporary_bytes >> 20} MiB of temporaries, more than 5 % of {POOL_BYTES >> 20} MiB")
+    if report.kernels < program.kernels:
+        problems.append(f"{report.kernels} kernels are called, {program.kernels} were expected")
+    problems += [f"a copy: {line}" for line in report.copies]
+    return {
+        **row,
+        "seconds": round(time.perf_counter() - started, 1),
+        "aliased_mib": report.alias_bytes >> 20,
+        "temporary_mib": round(report.temporary_bytes / 2**20, 1),
+        "kernels": report.kernels,
+        "hlo_read": report.has_text,
+    }
+
+
+def run(target_name: str, smoke: bool, layers: int, triton: bool) -> list[dict[str, Any]]:
+    """The rows of the table, printed as they come."""
+    target = find_target(target_name)
+    cases = CASES[:2] if smoke else CASES
+    programs = [program for case in cases for program in kernel_programs(case, target.platform)]
+    for name in ("tiny",) if smoke else ("llama-3-8b", "qwen3-0.6b"):
+        steps = list(step_programs(name, 1 if smoke else layers, target.platform))
+        programs += steps[1:] if smoke else steps
+    rows = []
+    for program in programs:
+        rows.append(check(program, target))
+        print_row(rows[-1])
+    if triton:
+        for program in programs:
+            if program.name.startswith("mixed "):  # it has all three kernels
+                lowered = lower_for(target, program.function, *program.arguments)
+                for row in compile_triton(lowered, program.name):
+                    rows.append(row)
+                    print_row(row)
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    numbers = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("program", "problems"))
+    print(f"{'FAILED' if row['problems'] else 'ok':6} {row['program']}: {numbers}", flush=True)
+    for problem in row["problems"]:
+        print(f"       {problem}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="v5e, v6e or h200")
+    parser.add_argument("--smoke", action="store_true", help="two shapes, and a tiny model's decode loop")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the models (default: 2)")
+    parser.add_argument("--triton", action="store_true", help="compile the GPU kernels with the triton wheel too")
+    parser.add_argument("--json", type=Path, help="write the table here")
+    options = parser.parse_args()
+    prepare()
+    try:
+        rows = run(options.target, options.smoke, options.layers, options.triton)
+    except ValueError as error:
+        print(f"aot_check: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    failed = sum(bool(row["problems"]) for row in rows)
+    print(f"{options.target}: {len(rows) - failed} of {len(rows)} programs as they should be")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
