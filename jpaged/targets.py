@@ -112,7 +112,7 @@ def find_copies(hlo: str, sizes: Collection[int]) -> Iterator[str]:
     """Lines that write a new array of one of these numbers of elements which nothing but moves or converts another.
 
     Told by their size, because a copy is often made to have another shape. Fused computations are passed over: what
-    they make in between is never in memory. So are copies that are started and awaited, which fetch to fast memory.
+    they make in between is never in memory. So are copies to fast memory, which a TPU's layouts call S(1).
     """
     fused = set(re.findall(r"fusion\([^\n]*calls=%?([\w.-]+)", hlo))
     inside = ""
@@ -123,5 +123,7 @@ def find_copies(hlo: str, sizes: Collection[int]) -> Iterator[str]:
         if header:
             inside = header[1]
         made = moving.match(line)
+        if made and "S(1)" in line.split(" = ")[1].split(" ")[0]:
+            continue
         if made and inside not in fused and math.prod(int(n) for n in made[1].split(",") if n) in sizes:
             yield line.strip()[:200]

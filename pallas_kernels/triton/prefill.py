@@ -43,8 +43,11 @@ TILE = 128  # rows of the products: two warp groups of 64
 
 
 def tile_height(rows: int, geometry: Geometry) -> int:
-    """m, the rows of a tile's products, for a batch of so many query rows."""
-    most = TILE if geometry.lanes <= 128 and geometry.dtype != jnp.float32 else TILE // 2
+    """m, the rows of a tile's products, for a batch of so many query rows: as many as registers hold without spilling."""
+    if geometry.dtype == jnp.float32:
+        most = LEAST
+    else:
+        most = TILE if geometry.lanes <= 128 else TILE // 2
     return max(LEAST, power_of_two(geometry.group), min(most, power_of_two(rows * geometry.group)))
 
 
@@ -88,7 +91,7 @@ def prefill_attention(
         grid=(tiles.row.shape[0], g.kv_heads),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept],
         input_output_aliases={first_kept + i: i for i in range(len(kept))},
-        compiler_params=plgpu.CompilerParams(num_warps=8 if height >= TILE else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=8 if height * g.lanes >= TILE * 128 else 4, num_stages=2),
         interpret=interpret,
         name="paged_prefill",
     )(*inputs, *kept)

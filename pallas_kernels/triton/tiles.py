@@ -56,9 +56,12 @@ def get_geometry(q: jax.Array, pages: KVPages) -> Geometry:
     _, kv_heads, block_size, head_dim = pages.k.shape
     lanes = max(LEAST, power_of_two(head_dim))
     # A step's keys and values, 64 of 128 numbers in bfloat16, take 32 KB of shared memory for each stage of the
-    # pipeline. Products of float32 are not for speed; what matters there is that all stages fit.
+    # pipeline. Products of float32 are not for the tensor cores; what matters there is that their operands, which every
+    # thread has whole rows of, fit in registers.
     dtype = product_dtype(q, pages)
-    span = 32 if lanes > 128 or dtype == jnp.float32 else 64
+    span = 64 if lanes <= 128 else 32
+    if dtype == jnp.float32:
+        span = LEAST
     return Geometry(kv_heads, q.shape[1] // kv_heads, head_dim, block_size, span, dtype)
 
 

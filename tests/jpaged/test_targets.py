@@ -19,6 +19,7 @@ HloModule jit_step, is_scheduled=true
 %body (arg: (bf16[64,128], s32[])) -> (bf16[64,128], s32[]) {
   %copy.1 = bf16[64,128]{1,0:T(8,128)(2,1)} copy(%gte), metadata={op_name="while/body"}
   %copy.2 = bf16[64,127]{1,0} copy(%gte.2)
+  %copy.3 = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} copy(%gte.2)
   ROOT %tuple.1 = (bf16[64,128]{1,0}, s32[]) tuple(%copy.1, %gte.3)
 }
 
