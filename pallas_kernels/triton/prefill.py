@@ -43,11 +43,10 @@ TILE = 128  # rows of the products: two warp groups of 64
 
 
 def tile_height(rows: int, geometry: Geometry) -> int:
-    """m, the rows of a tile's products, for a batch of so many query rows: as many as registers hold without spilling."""
+    """m, the rows of a tile's products, for a batch of so many query rows: what registers hold without spilling."""
+    most = TILE if geometry.lanes <= 128 else TILE // 2
     if geometry.dtype == jnp.float32:
         most = LEAST
-    else:
-        most = TILE if geometry.lanes <= 128 else TILE // 2
     return max(LEAST, power_of_two(geometry.group), min(most, power_of_two(rows * geometry.group)))
 
 
