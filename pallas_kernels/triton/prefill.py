@@ -90,7 +90,9 @@ def prefill_attention(
         grid=(tiles.row.shape[0], g.kv_heads),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept],
         input_output_aliases={first_kept + i: i for i in range(len(kept))},
-        compiler_params=plgpu.CompilerParams(num_warps=8 if height * g.lanes >= TILE * 128 else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=8 if height * max(g.lanes, 128) >= TILE * 128 else 4, num_stages=2
+        ),
         interpret=interpret,
         name="paged_prefill",
     )(*inputs, *kept)
