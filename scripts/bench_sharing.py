@@ -145,9 +145,9 @@ def measure_swap(args: argparse.Namespace) -> tuple[list[str], list[list]]:
     loaded = random_model(SMOLLM2_135M, args.dtype)
     enable_compilation_cache(None)
     rng = np.random.default_rng(0)
-    tokens, output, rows = 256, 64, []
+    tokens, output, rows = 256, 32, []
     for size in args.block_size:
-        # Four sequences of six fit when they are done, so that some have to make way.
+        # Four sequences of eight fit when they are done, so that some have to make way.
         sizes = dict(block_size=size, num_blocks=1 + 4 * -(-320 // size), max_model_len=320, max_num_seqs=8)
         sizes |= dict(max_num_batched_tokens=256, free_padding=True, watermark=0.0)
         engines = {mode: Engine(loaded, EngineConfig(**sizes, preemption=mode)) for mode in ("swap", "recompute")}
@@ -156,7 +156,7 @@ def measure_swap(args: argparse.Namespace) -> tuple[list[str], list[list]]:
         times: dict[str, list[float]] = {mode: [] for mode in engines}
         one = {"params": SamplingParams(temperature=0, max_tokens=1)}
         many = {"params": SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)}
-        prompts = [rng.integers(3, 49152, tokens - 64) for _ in range(12)]
+        prompts = [rng.integers(3, 49152, tokens - 64) for _ in range(8)]
         for turn in range(args.repeats + 1):
             for mode, engine in engines.items():
                 engine.reset_prefix_cache()
@@ -168,10 +168,10 @@ def measure_swap(args: argparse.Namespace) -> tuple[list[str], list[list]]:
                     compute.append(alone)
         again = statistics.median(compute) * 1e3
         rates = {mode: len(prompts) * output / statistics.median(each) for mode, each in times.items()}
-        stats = [engine.stats().preemptions // (args.repeats + 1) for engine in engines.values()]
+        stats = [engine.stats().preemptions / (args.repeats + 1) for engine in engines.values()]
         swapped = rates["swap"] / rates["recompute"]
         rows.append(
-            [size, out, back, again, again / (out + back), *rates.values(), swapped, "{} and {}".format(*stats)]
+            [size, out, back, again, again / (out + back), *rates.values(), swapped, "{:.1f}, {:.1f}".format(*stats)]
         )
     header = ["block size", "out ms", "in ms", "compute ms", "compute / copy", "tokens/s, swap", "tokens/s, recompute"]
     return [*header, "ratio", "preemptions a pass"], rows
