@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from fetch_demo_model import cached_demo_model
+
+# XLA:CPU compiles in half the time when it does not optimise, and compiling is most of what these tests do. It reads the
+# flags once, when it starts. Tests that run a process of their own (the demo, the server, the command, the wheel) have
+# programs as users have them.
+_given = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = f"{_given or ''} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+jax.devices()
+if _given is None:
+    del os.environ["XLA_FLAGS"]
+else:
+    os.environ["XLA_FLAGS"] = _given
 
 ROOT = Path(__file__).resolve().parent.parent
 

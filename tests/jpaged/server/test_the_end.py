@@ -23,7 +23,8 @@ def test_the_end(server):
             reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
             assert reasons.count("length") == 4, "requests under way are finished"
     output, _ = server.process.communicate(timeout=60)
-    assert server.process.returncode == 130, output
+    # 0 where the tests are a background job of a shell: an interrupt is ignored there, except by the server itself.
+    assert server.process.returncode in (130, 0), output
     assert "Traceback" not in output and "Finished server process" in output
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url + "/health")
