@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optimised import compile_optimised
 
 from jpaged.allocator import (
     BlockPool,
@@ -300,7 +301,7 @@ def test_state_is_updated_in_place() -> None:
         pool, tables, _, _, _ = copy_on_write(pool, tables, mask, block_size=16)
         return grow(pool, tables, lengths, block_size=16, max_new_blocks=4)
 
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(pool, tables, mask, zeros, zeros).compile()
+    compiled = compile_optimised(jax.jit(step, donate_argnums=(0, 1)).lower(pool, tables, mask, zeros, zeros))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == state_bytes
     whole = re.escape(f"= s32[{tables.blocks.size}]") + "|" + re.escape("= s32[64,1024]")

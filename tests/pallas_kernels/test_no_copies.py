@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct as Array
 from jax import lax
+from optimised import compile_optimised
 from paged_cases import CPU_STORAGES, LARGEST
 
 from pallas_kernels import KVPages, PagedBatch, available_backends, copy_blocks, paged_attention, write_kv
@@ -85,7 +86,7 @@ def test_pools_are_never_copied(storage: str, program: Callable, mixed: bool, ba
     )
     q = Array((rows, HEADS * GROUP, HEAD_DIM), "float32")
     step = jax.jit(lambda *args: program(*args, backend=backend), donate_argnums=1)
-    compiled = step.lower(q, (pages,) * LAYERS, batch).compile()
+    compiled = compile_optimised(step.lower(q, (pages,) * LAYERS, batch))
 
     memory = compiled.memory_analysis()
     pages_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
