@@ -23,6 +23,7 @@ from random_model import SMOLLM2_135M, random_model
 
 from jpaged import EngineConfig
 from jpaged.config import KV_CACHE_DTYPES
+from jpaged.memory import make_store
 from jpaged.plan import HEADER
 from jpaged.runner import Runner
 from pallas_kernels import AttentionSpec, rotate
@@ -92,7 +93,7 @@ class Paged:
             decode_steps=1,
             kv_cache_dtype=kv_dtype,
         )
-        self.runner = Runner(loaded, config)
+        self.runner = Runner(loaded, config, make_store(loaded, config, b""))
         self.layout, self.program = self.runner.programs.decode[config.decode_buckets[-1]]
         ids = np.random.default_rng(0).permutation(np.arange(1, config.num_blocks))
         blocks = jnp.asarray(ids.reshape(batch, per_seq), jnp.int32)
