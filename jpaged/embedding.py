@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jpaged_models import CONTIGUOUS_TILE, contiguous_attend, merge_params
 
-from jpaged.config import pick_bucket
+from jpaged.config import grow_sizes, pick_bucket
 from jpaged.engine import Engine
 
 POOLINGS = ("mean", "last")
@@ -34,10 +34,7 @@ class Embedder:
         self.max_tokens = engine.config.max_model_len
         self.size = engine.model.hidden_size
         last = -(-self.max_tokens // CONTIGUOUS_TILE) * CONTIGUOUS_TILE
-        buckets = [CONTIGUOUS_TILE]
-        while buckets[-1] < last:
-            buckets.append(min(buckets[-1] * GROWTH, last))
-        self.buckets = tuple(buckets)
+        self.buckets = grow_sizes(CONTIGUOUS_TILE, last, GROWTH)
         self.program = jax.jit(functools.partial(pool_hidden, engine.runner.graphdef, engine.model.num_layers))
 
     def embed(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -98,33 +98,19 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int
     return Programs(
         decode={rows: build(decode_loop, rows, 0) for rows in config.decode_buckets},
         mixed={t: build(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
-        count_blocks=build_count(count_blocks, config.block_size),
-        audit=build_audit(config.block_size, config.window is not None),
-        write_controls=build_writer(write_controls),
-        write_masks=build_writer(write_masks),
-        save_blocks=build_copy(save_blocks, ()),
-        load_blocks=build_copy(load_blocks, (0, 1, 2)),
+        count_blocks=build_once(count_blocks, block_size=config.block_size),
+        audit=build_once(audit, block_size=config.block_size, slides=config.window is not None),
+        write_controls=build_once(write_controls, (0,)),
+        write_masks=build_once(write_masks, (0,)),
+        save_blocks=build_once(save_blocks),
+        load_blocks=build_once(load_blocks, (0, 1, 2)),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def build_count(function: Callable[..., Any], block_size: int) -> Program:
-    return jax.jit(functools.partial(function, block_size=block_size))
-
-
-@functools.lru_cache(maxsize=64)
-def build_audit(block_size: int, slides: bool) -> Program:
-    return jax.jit(functools.partial(audit, block_size=block_size, slides=slides))
-
-
-@functools.lru_cache
-def build_writer(write: Callable[..., Controls]) -> Program:
-    return jax.jit(write, donate_argnums=0)
-
-
-@functools.lru_cache
-def build_copy(copy: Callable[..., Any], donated: tuple[int, ...]) -> Program:
-    return jax.jit(copy, donate_argnums=donated)
+def build_once(function: Callable[..., Any], donated: tuple[int, ...] = (), **static: Any) -> Program:
+    """A jitted function with its static arguments, shared by engines as `build_program`'s are."""
+    return jax.jit(functools.partial(function, **static), donate_argnums=donated)
 
 
 class Runner:

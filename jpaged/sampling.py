@@ -48,6 +48,17 @@ class SamplingState(NamedTuple):
     seed: jax.Array  # u32[R, 2], see `seed_words`
 
 
+def init_sampling(rows: int) -> SamplingState:
+    """Greedy rows."""
+    return SamplingState(
+        temperature=jnp.zeros(rows, jnp.float32),
+        top_k=jnp.zeros(rows, jnp.int32),
+        top_p=jnp.ones(rows, jnp.float32),
+        min_p=jnp.zeros(rows, jnp.float32),
+        seed=jnp.zeros((rows, 2), jnp.uint32),
+    )
+
+
 def seed_words(seed: int) -> np.ndarray:
     """A 64-bit seed, signed or not, as the u32[2] that `SamplingState.seed` holds (high word first)."""
     return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)

@@ -16,7 +16,7 @@ from jpaged.control_rows import init_controls
 from jpaged.controls import Controls
 from jpaged.named_blocks import NamedBlocks, init_names
 from jpaged.plan import SAMPLING, Plan
-from jpaged.sampling import SamplingState
+from jpaged.sampling import SamplingState, init_sampling
 from jpaged.stats import BlockCounts
 
 
@@ -50,13 +50,7 @@ def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> Engin
         init_names(config.num_names, config.num_blocks),
         init_beams(slots),
         SlotState(
-            SamplingState(
-                temperature=jnp.zeros(slots, jnp.float32),
-                top_k=jnp.zeros(slots, jnp.int32),
-                top_p=jnp.ones(slots, jnp.float32),
-                min_p=jnp.zeros(slots, jnp.float32),
-                seed=jnp.zeros((slots, 2), jnp.uint32),
-            ),
+            init_sampling(slots),
             last_token=jnp.zeros(slots, jnp.int32),
             features=jnp.zeros(slots, jnp.int32),
             left=jnp.zeros(slots, jnp.int32),

@@ -6,15 +6,15 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+from jpaged.bench.timing import median_of_turns, seconds
 
 
 def describe_machine() -> dict[str, Any]:
@@ -41,13 +41,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """Wall time of one call whose result is waited for."""
-    start = time.perf_counter()
-    jax.block_until_ready(run(*arguments))
-    return time.perf_counter() - start
-
-
 def time_calls(run: Callable[..., Any], repeats: int, prepare: Callable[[], tuple[Any, ...]] = tuple) -> list[float]:
     """Seconds of each of `repeats` calls, after one that compiles.
 
@@ -64,11 +57,10 @@ def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int, calls: int =
     """
     for run in runs.values():
         jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            times[name].append(seconds(lambda run=run: [run() for _ in range(calls)]) / calls)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return median_of_turns(
+        {name: lambda run=run: seconds(lambda: [run() for _ in range(calls)]) / calls for name, run in runs.items()},
+        repeats,
+    )
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -21,7 +21,7 @@ from jpaged.config import EngineConfig
 from jpaged.control_rows import init_controls
 from jpaged.controls import Controls, draw
 from jpaged.memory import pick_kv_dtype
-from jpaged.sampling import SamplingState
+from jpaged.sampling import init_sampling
 
 
 class Part(NamedTuple):
@@ -171,8 +171,7 @@ def _sampling_part(vocab: int, config: EngineConfig, rows: int) -> Part:
     """Greedy drawing by the engine's own sampler."""
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((rows, vocab)), jnp.float32)
     controls = jax.tree.map(jnp.asarray, init_controls(vocab, config))
-    zeros, ones = jnp.zeros(rows), jnp.ones(rows)
-    sampling = SamplingState(zeros, jnp.zeros(rows, jnp.int32), ones, zeros, jnp.zeros((rows, 2), jnp.uint32))
+    sampling = init_sampling(rows)
 
     @jax.jit
     def run(logits: jax.Array, controls: Controls) -> jax.Array:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jpaged_models.packing import pack_as
 
 from jpaged.bench.parts import Part, StepShape, make_parts
 from jpaged.bench.report import save_json
+from jpaged.bench.timing import median_of_turns, seconds
 from jpaged.bench.workload import random_ids
 from jpaged.cli_options import ENGINE, add_engine_arguments, pick
 from jpaged.config import EngineConfig
@@ -89,10 +90,8 @@ def time_steps(llm: LLM, batch: int, context: int, prompt: int, turns: int) -> d
     rng, vocab = np.random.default_rng(0), llm.loaded.config.vocab_size
 
     def prefill() -> float:
-        start = time.perf_counter()
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        llm.generate(random_ids(rng, vocab, prompt), params, use_tqdm=False)
-        return time.perf_counter() - start
+        return seconds(lambda: llm.generate(random_ids(rng, vocab, prompt), params, use_tqdm=False))
 
     prompts = [random_ids(rng, vocab, context) for _ in range(batch)]
     times = take_turns({"decode": lambda: time_decode(llm, prompts), "prefill": prefill}, turns)
@@ -126,24 +125,15 @@ def time_decode(llm: LLM, prompts: list[list[int]]) -> float:
 def time_parts(parts: Mapping[str, Part], turns: int) -> dict[str, dict[str, float]]:
     """Name -> seconds, bytes and flops of each."""
 
-    def timed(part: Part) -> Callable[[], float]:
-        def run() -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(part.run())
-            return time.perf_counter() - start
-
-        return run
-
-    times = take_turns({name: timed(part) for name, part in parts.items()}, turns)
+    times = take_turns({name: partial(seconds, part.run) for name, part in parts.items()}, turns)
     return {name: {"seconds": times[name], "bytes": part.bytes, "flops": part.flops} for name, part in parts.items()}
 
 
-def take_turns(runs: Mapping[str, Callable[[], float]], turns: int) -> dict[str, float]:
-    """Median of what each returns, in turns, after one call that compiles."""
-    for run in runs.values():
-        run()
-    times = [{name: run() for name, run in runs.items()} for _ in range(turns)]
-    return {name: statistics.median(each[name] for each in times) for name in runs}
+def take_turns(measures: Mapping[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """`median_of_turns` after a first one, which compiles."""
+    for measure in measures.values():
+        measure()
+    return median_of_turns(measures, turns)
 
 
 def measure_limits(loaded: LoadedModel, read_bytes: int = READ_BYTES) -> dict[str, float]:
@@ -154,15 +144,7 @@ def measure_limits(loaded: LoadedModel, read_bytes: int = READ_BYTES) -> dict[st
     x = jnp.ones((rows, inputs), loaded.dtype)
     weight = pack_as(loaded, jnp.ones((outputs, inputs), loaded.dtype))
     product = jax.jit(lambda x, weight: multiply_head(x, weight, outputs, None))
-
-    def seconds(run: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        return time.perf_counter() - start
-
-    times = take_turns(
-        {"read": lambda: seconds(lambda: total(long)), "multiply": lambda: seconds(lambda: product(x, weight))}, 9
-    )
+    times = take_turns({"read": partial(seconds, total, long), "multiply": partial(seconds, product, x, weight)}, 9)
     return {
         "read_bytes_per_second": read_bytes / times["read"],
         "matrix_flops_per_second": 2 * rows * outputs * inputs / times["multiply"],
@@ -200,10 +182,10 @@ def format_steps(found: Mapping[str, Any], options: argparse.Namespace) -> str:
 
 
 def format_part(name: str, each: Mapping[str, float], whole: float, found: Mapping[str, Any]) -> str:
-    seconds, moved, flops = each["seconds"], each["bytes"], each["flops"]
-    line = f"{name:<10}{seconds * 1e3:>9.2f}{seconds / whole:>8.0%}{moved / 1e6:>10.2f}{moved / seconds / 1e9:>8.1f}"
-    line += f"{moved / seconds / found['read_bytes_per_second']:>9.0%}"
+    spent, moved, flops = each["seconds"], each["bytes"], each["flops"]
+    line = f"{name:<10}{spent * 1e3:>9.2f}{spent / whole:>8.0%}{moved / 1e6:>10.2f}{moved / spent / 1e9:>8.1f}"
+    line += f"{moved / spent / found['read_bytes_per_second']:>9.0%}"
     if flops:
-        rate = flops / seconds
+        rate = flops / spent
         line += f"{flops / 1e9:>9.2f}{rate / 1e9:>9.0f}{rate / found['matrix_flops_per_second']:>11.0%}"
     return line

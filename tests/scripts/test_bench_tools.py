@@ -9,12 +9,14 @@ from pathlib import Path
 import bench_tools
 import pytest
 
+from jpaged.bench import timing
+
 SCRIPTS = Path(bench_tools.__file__).parent
 
 
 def test_each_call_gets_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 100.0, 0.0, 1.0, 5.0, 7.0, 10.0, 13.0])  # the first call compiles and does not count
-    monkeypatch.setattr(bench_tools.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     made = iter(range(10))
     given: list[int] = []
     assert bench_tools.time_calls(given.append, 3, lambda: (next(made),)) == [1.0, 2.0, 3.0]
@@ -29,7 +31,7 @@ def test_medians_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now, order
         now, order = now + seconds.pop(0), order + name
 
-    monkeypatch.setattr(bench_tools.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     a, b = [50.0, 1.0, 9.0, 2.0], [50.0, 4.0, 5.0, 6.0]
     runs = {"a": lambda: work("a", a), "b": lambda: work("b", b)}
     assert bench_tools.take_turns(runs, 3) == {"a": 2.0, "b": 5.0} and order == "ab" * 4
