@@ -40,23 +40,24 @@ class Backend(NamedTuple):
     Attributes:
         attention: (q [T, Hq, D], pages, batch, spec, sinks f32[Hq] or None) -> (out [T, Hq, D] in q's dtype,
             lse f32[T, Hq], or None unless spec.return_lse).
-        write_kv, rotate_and_write, copy_blocks: as the public functions, without `backend`.
+        write_kv, copy_blocks, rotate_and_write: as the public functions, without `backend`. Where the last is None,
+            XLA rotates, in one pass with what made q and k, before write_kv.
     """
 
     attention: Callable[..., tuple[jax.Array, jax.Array | None]]
     write_kv: Callable[..., KVPages] = xla_pages.write_kv
-    rotate_and_write: Callable[..., tuple[KVPages, jax.Array]] = xla_pages.rotate_and_write
     copy_blocks: Callable[..., KVPages] = xla_pages.copy_blocks
+    rotate_and_write: Callable[..., tuple[KVPages, jax.Array]] | None = None
 
 
 def _kernels(attention: Callable[..., Any], pages: ModuleType, interpret: bool) -> Backend:
     """A backend of Pallas kernels; `interpret`: on XLA's operations."""
-    functions = (attention, pages.write_kv, pages.rotate_and_write, pages.copy_blocks)
+    functions = (attention, pages.write_kv, pages.copy_blocks)
     return Backend(*(partial(function, interpret=interpret) for function in functions))
 
 
 BACKENDS: dict[str, Backend] = {
-    "cpu": Backend(cpu_attention.attention, cpu_attention.write_kv, cpu_attention.rotate_and_write),
+    "cpu": Backend(cpu_attention.attention, cpu_attention.write_kv, rotate_and_write=cpu_attention.rotate_and_write),
     "xla": Backend(xla_attention.attention),
     "triton": _kernels(triton_attention.attention, triton_pages, interpret=False),
     "tpu": _kernels(tpu_attention.attention, tpu_pages, interpret=False),
@@ -205,11 +206,17 @@ def rotate_and_write(
     check_backend(backend)
     check_write(pages, k, v, write_slots)
     check_rotary(q, k, rotary)
-    if k.shape[2] != pages.k.shape[3]:  # what turns are pairs of a head's own numbers
-        return write_kv(pages, xla_pages.rotate(k, rotary), v, write_slots, backend=backend), xla_pages.rotate(
-            q, rotary
-        )
-    return _call(backend, lambda b, *arrays: b.rotate_and_write(*arrays), pages, q, k, v, write_slots, rotary)
+    narrow = k.shape[2] != pages.k.shape[3]  # what turns are pairs of a head's own numbers
+
+    def store(
+        b: Backend, pages: KVPages, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, rotary: Any
+    ) -> tuple[KVPages, jax.Array]:
+        if b.rotate_and_write is not None and not narrow:
+            return b.rotate_and_write(pages, q, k, v, slots, rotary)
+        k, v = _widen(xla_pages.rotate(k, rotary), pages), _widen(v, pages)
+        return b.write_kv(pages, k, v, slots), xla_pages.rotate(q, rotary)
+
+    return _call(backend, store, pages, q, k, v, write_slots, rotary)
 
 
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array, *, backend: str = "auto") -> KVPages:

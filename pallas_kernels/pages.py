@@ -81,18 +81,11 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def rotate_and_write(
-    pages: KVPages,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    write_slots: jax.Array,
-    rotary: tuple[jax.Array, jax.Array],
-) -> tuple[KVPages, jax.Array]:
-    """`pallas_kernels.rotate_and_write` on XLA's operations."""
-    return write_kv(pages, rotate(k, rotary), v, write_slots), rotate(q, rotary)
-
-
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
     """`pallas_kernels.copy_blocks` on XLA's operations."""
     return jax.tree.map(lambda pool: pool.at[dst].set(pool.at[src].get(mode="promise_in_bounds"), mode="drop"), pages)
+
+
+def take_blocks(pages: KVPages, ids: jax.Array) -> KVPages:
+    """Pages of the blocks ids i32[C], which are clipped."""
+    return jax.tree.map(lambda pool: pool.at[ids].get(mode="clip"), pages)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.pages import KVPages, rotate
+from pallas_kernels.pages import KVPages, take_blocks
 from pallas_kernels.storage import quantise, to_storage
 from pallas_kernels.tiles import arange
 from pallas_kernels.tpu.flash import VMEM_LIMIT, check_pages_fit
@@ -162,23 +162,10 @@ def _change_page(
         buffer[slot, head] = page[head].astype(buffer.dtype)
 
 
-def rotate_and_write(
-    pages: KVPages,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    write_slots: jax.Array,
-    rotary: tuple[jax.Array, jax.Array],
-    interpret: bool = False,
-) -> tuple[KVPages, jax.Array]:
-    """`pallas_kernels.rotate_and_write`. XLA fuses the rotation with what made q and k."""
-    return write_kv(pages, rotate(k, rotary), v, write_slots, interpret), rotate(q, rotary)
-
-
 @partial(jax.jit, static_argnames="interpret")
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array, interpret: bool = False) -> KVPages:
     """`pallas_kernels.copy_blocks`: all sources are read before any destination is written."""
-    return put_blocks(pages, jax.tree.map(lambda pool: pool.at[src].get(mode="clip"), pages), dst, interpret)
+    return put_blocks(pages, take_blocks(pages, src), dst, interpret)
 
 
 def put_blocks(pages: KVPages, blocks: KVPages, ids: jax.Array, interpret: bool = False) -> KVPages:
