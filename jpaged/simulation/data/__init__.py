@@ -1,0 +1,1 @@
+"""Lengths of real requests, without their text."""
