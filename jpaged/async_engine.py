@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from jpaged.beam_search import BeamSearchParams
 from jpaged.completion import OutputStream
 from jpaged.engine import Engine
 from jpaged.output_queue import OutputQueue
 from jpaged.outputs import RequestOutput
 from jpaged.request import Request
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,10 +74,10 @@ class Observer(Protocol):
 class Ticket(OutputQueue):
     """A request on its way: what the loop knows of it (the queue) and what the thread does (how it is shown)."""
 
-    def __init__(self, request_id: str, params: SamplingParams, shown: OutputStream) -> None:
-        super().__init__(params.output_kind)
+    def __init__(self, request_id: str, kind: RequestOutputKind, outputs: int, shown: OutputStream) -> None:
+        super().__init__(kind)
         self.request_id = request_id
-        self.params = params
+        self.outputs = outputs  # how many it asks for
         self.shown = shown
         self.arrival = time.perf_counter()
 
@@ -117,30 +118,36 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
         priority: int | None = None,
         tenant: str | None = None,
     ) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-        """Queue a prompt; an iterator of its outputs, in the form `params.output_kind` asks for.
+        """Queue a prompt; an iterator of its outputs, in the form `params.output_kind` asks for. Of a search with beams
+        there is one, at the end: its sequences, best first.
 
         Raises EngineDead, ShuttingDown, QueueFull or DuplicateRequest at once. ValueError for a prompt that cannot be
         served comes from the iterator, where the other errors may come too.
         """
-        self._check_open(request_id, params.n)
-        ticket = Ticket(request_id, params, OutputStream(self.engine.tokenizer))
+        if isinstance(params, BeamSearchParams):
+            sampling, beams, outputs, kind = None, params, params.beam_width, RequestOutputKind.FINAL_ONLY
+        else:
+            sampling, beams, outputs, kind = params, None, params.n, params.output_kind
+        self._check_open(request_id, outputs)
+        ticket = Ticket(request_id, kind, outputs, OutputStream(self.engine.tokenizer))
 
         def add() -> None:
             request = self.engine.add_request(
                 request_id,
                 prompt_token_ids,
-                params,
+                sampling,
                 prompt=prompt,
                 cache_salt=cache_salt,
                 priority=priority,
                 tenant=tenant,
+                beams=beams,
             )
             for each in request.group:
                 each.arrival_time = ticket.arrival  # the time in the inbox counts
@@ -199,7 +206,7 @@ class AsyncEngine:
     @property
     def num_live(self) -> int:
         """Outputs that run or wait."""
-        return sum(ticket.params.n for ticket in self.live.values())
+        return sum(ticket.outputs for ticket in self.live.values())
 
     def _check_open(self, request_id: str, outputs: int) -> None:
         if self.error is not None:

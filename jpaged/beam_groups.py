@@ -68,3 +68,16 @@ def advance_groups(plan: Schedule, live: np.ndarray, tokens: np.ndarray, records
         if beams.done:
             done.append(requests)
     return done
+
+
+def take_results(group: list[Request]) -> None:
+    """Give the finished sequences of a group that is done to its requests, the best to the first.
+
+    Only once the requests have left their slots: a slot's blocks are not those of the sequence that its request gets.
+    Where fewer sequences were found than there are beams, the last requests get none.
+    """
+    beams = group[0].beams
+    assert beams is not None
+    for request, found in zip(group, beams.finished, strict=False):
+        request.output_token_ids = found.beam.tokens()
+        request.finish(found.reason)

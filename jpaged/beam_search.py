@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.validation import as_number
 
 MAX_BEAM_WIDTH = 16
@@ -30,6 +30,8 @@ class BeamSearchParams:
     length_penalty  above 0 favours long sequences, below 0 short ones
     early_stopping  False: end when no running beam can beat the worst finished one if it ended now; "never": if it
                     went on to max_tokens; True: end as soon as beam_width sequences are finished
+    include_stop_str_in_output  show the text of the token that ended a sequence
+    skip_special_tokens         leave special tokens out of the text
     """
 
     beam_width: int
@@ -37,6 +39,8 @@ class BeamSearchParams:
     ignore_eos: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, least, most in (("beam_width", 1, MAX_BEAM_WIDTH), ("max_tokens", 1, 2**31 - 1)):
@@ -50,7 +54,14 @@ class BeamSearchParams:
 
     def as_sampling_params(self) -> SamplingParams:
         """What the scheduler and the device need to know of a beam besides."""
-        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,14 @@ class Beam(NamedTuple):
         found, beam = [], self
         while beam is not None:
             found.append(beam.token)
+            beam = beam.parent  # type: ignore[assignment]
+        return found[::-1]
+
+    def logprobs(self) -> list[float]:
+        """Of each token, after those before it."""
+        found, beam = [], self
+        while beam is not None:
+            found.append(beam.cum_logprob - (beam.parent.cum_logprob if beam.parent is not None else 0.0))
             beam = beam.parent  # type: ignore[assignment]
         return found[::-1]
 

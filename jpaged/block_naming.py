@@ -90,7 +90,7 @@ class BlockNaming:
             if block.key is None:
                 break
             keys.append(block.key)
-        self.index.unlock(locked, request.priority)
+        self.index.unlock(locked, request.priority, request.admitted)
         request.chain, request.slid, request.foreign = [], 0, set()
         return keys
 

@@ -7,7 +7,7 @@ import dataclasses
 from jpaged_models import Tokenizer
 
 from jpaged.logprobs import sum_own, unpack_records
-from jpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jpaged.request import Request
 from jpaged.sampling_params import RequestOutputKind
 
@@ -27,6 +27,8 @@ def make_completion(request: Request, tokenizer: Tokenizer | None, *, first_toke
 
     The text is whole, wherever the tokens begin. `tokenizer` is for the text of tokens among log-probabilities.
     """
+    if request.beams is not None:
+        return _make_beam_completion(request, tokenizer)
     tokens, most = request.output_token_ids[first_token:], request.params.logprobs
     return CompletionOutput(
         request.index,
@@ -34,6 +36,23 @@ def make_completion(request: Request, tokenizer: Tokenizer | None, *, first_toke
         tokens,
         cumulative_logprob=None if most is None else sum_own(request.records),
         logprobs=None if most is None else unpack_records(request.records[first_token:], tokens, most, tokenizer),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
+
+
+def _make_beam_completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
+    """A finished sequence of a search with beams. Its log-probabilities are known anyway, those of other tokens not."""
+    assert request.beams is not None
+    found, tokens = request.beams.finished[request.index], request.output_token_ids
+    texts = [None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    entries = zip(tokens, found.beam.logprobs(), texts, strict=True)
+    return CompletionOutput(
+        request.index,
+        "" if request.text is None else request.text.shown(request),
+        tokens,
+        cumulative_logprob=found.beam.cum_logprob,
+        logprobs=[{token: Logprob(logprob, None, text)} for token, logprob, text in entries],
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
     )
@@ -78,7 +97,7 @@ class OutputStream:
         if kind is RequestOutputKind.FINAL_ONLY:
             if not first.group_finished:
                 return None
-            touched = first.group
+            touched = first.group if first.beams is None else first.group[: len(first.beams.finished)]
         make = self._make_delta if kind is RequestOutputKind.DELTA else self._make_whole
         return make_output(first, [make(request) for request in touched], self.tokenizer)
 

@@ -130,7 +130,7 @@ class Engine:
         outputs = params.n if beams is None else beams.beam_width
         if outputs > 1:
             request.add_siblings(outputs)
-        if beams is None and self.tokenizer is not None and params.detokenize:
+        if self.tokenizer is not None and params.detokenize:
             for each in request.group:
                 each.text = OutputText(self.tokenizer, token_ids, params)
         if params.structured_outputs is not None:

@@ -448,10 +448,14 @@ class LLM:
 
     def _to_beam_output(self, request: Request) -> BeamSearchOutput:
         assert request.beams is not None
-        sequences = []
+        sequences, params = [], request.beams.params
         for score, beam, reason in request.beams.finished:
             tokens = [*request.prompt_token_ids, *beam.tokens()]
-            text = "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+            text = ""
+            if self.tokenizer is not None:
+                hidden = reason == "stop" and not params.include_stop_str_in_output
+                shown = tokens[: len(tokens) - hidden]
+                text = self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
             sequences.append(BeamSearchSequence(tokens, text, beam.cum_logprob, score, reason))
         return BeamSearchOutput(sequences)
 

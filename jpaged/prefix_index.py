@@ -15,6 +15,7 @@ the next prompt that begins alike, until the scheduler needs their memory: then 
 from __future__ import annotations
 
 import hashlib
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -49,6 +50,7 @@ class NamedBlock:
     parent: NamedBlock | None
     locks: int = 0  # running sequences and pins that have it in their chain
     pins: int = 0  # of the locks, those of the user
+    used: int = 0  # when the last sequence that had it began, by the index's clock
     priority: int = 0  # of the sequence that unlocked it last; lower ones are more important
     children: set[NamedBlock] = field(default_factory=set)  # blocks of the index that continue it
 
@@ -73,25 +75,38 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The block longest out of use goes first, and of one sequence's the last; before it any of a less important one.
+    """The block goes first that no sequence has begun with for longest, and of one sequence's the last.
 
-    Each operation takes constant time, for any fixed number of priorities.
+    Blocks of less important sequences go before all others.
+
+    What counts is when a sequence began, and not when it ended: on traces of many users that finds more (measured in
+    docs/benchmarks.md), for a block that is needed again is needed by who comes after, however long an answer took.
     """
 
     def __init__(self) -> None:
-        self.queues: dict[int, OrderedDict[NamedBlock, None]] = {}
+        self.queues: dict[tuple[int, int], OrderedDict[NamedBlock, None]] = {}  # by (-priority, used), none empty
+        self.order: list[tuple[int, int]] = []  # a heap of their keys, and of some that have gone
 
     def add(self, block: NamedBlock) -> None:
-        self.queues.setdefault(block.priority, OrderedDict())[block] = None
+        key = (-block.priority, block.used)
+        if key not in self.queues:
+            self.queues[key] = OrderedDict()
+            heapq.heappush(self.order, key)
+        self.queues[key][block] = None
 
     def remove(self, block: NamedBlock) -> None:
-        queue = self.queues[block.priority]
+        key = (-block.priority, block.used)
+        queue = self.queues[key]
         del queue[block]
         if not queue:
-            del self.queues[block.priority]
+            del self.queues[key]
+            if len(self.order) > 2 * len(self.queues) + 64:
+                self.order = sorted(self.queues)
 
     def pick(self) -> NamedBlock:
-        return next(iter(self.queues[max(self.queues)]))
+        while self.order[0] not in self.queues:
+            heapq.heappop(self.order)
+        return next(iter(self.queues[self.order[0]]))
 
 
 class PrefixIndex:
@@ -109,6 +124,7 @@ class PrefixIndex:
         self.num_pinned = 0  # blocks
         self.pins: dict[int, list[NamedBlock]] = {}
         self.last_pin = 0
+        self.clock = 0
         self.free_names = list(range(num_names - 1, 0, -1))
         self.given_back: list[int] = []  # names that go in the plan under way: not to be given again in it
 
@@ -155,10 +171,17 @@ class PrefixIndex:
                 self.num_evictable -= 1
             block.locks += 1
 
-    def unlock(self, chain: Sequence[NamedBlock], priority: int = 0) -> None:
-        """Give up the lock on a chain of blocks, in the order of its tokens."""
+    def tick(self) -> int:
+        """A time for what is used now: later than any before."""
+        self.clock += 1
+        return self.clock
+
+    def unlock(self, chain: Sequence[NamedBlock], priority: int = 0, used: int | None = None) -> None:
+        """Give up the lock on a chain of blocks, in the order of its tokens. `used`: when it began, None for now."""
+        used = self.tick() if used is None else used
         for block in reversed(chain):
             block.locks -= 1
+            block.used = max(block.used, used)
             if block.locks:
                 continue
             block.priority = priority
@@ -194,9 +217,11 @@ class PrefixIndex:
 
     def touch(self, blocks: Sequence[NamedBlock]) -> None:
         """Of those that nobody locks, let a chain of blocks be the last used."""
+        used = self.tick()
         for block in reversed(blocks):
             if not block.locks:
                 self.policy.remove(block)
+                block.used = used
                 self.policy.add(block)
 
     def evict(self) -> tuple[int, bytes | None]:

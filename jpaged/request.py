@@ -67,6 +67,7 @@ class Request:
     root_key: bytes = b""  # what the content of its blocks depends on besides the tokens: see prefix_index.py
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     chain: list[NamedBlock] = field(default_factory=list)  # the blocks it has locked, from the first on
+    admitted: int = 0  # when it was given a slot, by the clock of the prefix index
     slid: int = 0  # columns it has given up because its window left them behind; the chain's blocks there are no locks
     foreign: set[int] = field(default_factory=set)  # columns of the chain whose block is another's with equal content
     kept: list[bytes] = field(default_factory=list)  # keys of the blocks it comes back to, while it is swapped out

@@ -24,7 +24,7 @@ from itertools import islice
 
 import numpy as np
 
-from jpaged.beam_groups import advance_groups, blocks_to_start, check_group
+from jpaged.beam_groups import advance_groups, blocks_to_start, check_group, take_results
 from jpaged.block_naming import BlockNaming
 from jpaged.config import EngineConfig, cut_to_bucket
 from jpaged.features import Feature
@@ -182,8 +182,9 @@ class Scheduler:
             live = self.counts.epoch[plan.decode_slots] == plan.epochs
             for group in advance_groups(plan, live, tokens, beams):
                 for request in group:
-                    request.finish(group[0].beams.finished[0].reason)  # type: ignore[union-attr]
+                    request.finish("length")
                     self._retire(request)
+                take_results(group)
                 touched += group
         return touched
 
@@ -326,7 +327,7 @@ class Scheduler:
 
     def _admit(self, plan: Schedule, request: Request, chain: list[NamedBlock], first: int, most_private: int) -> None:
         """Give the request a slot, the blocks it begins with, from column `first` on, and reserve those it adds."""
-        request.chain, request.slid = chain, first
+        request.chain, request.slid, request.admitted = chain, first, self.index.tick()
         self.swapping.come_back(request)
         self._start(plan, request, len(chain) - first, most_private)
         request.prefilled = len(chain) * self.config.block_size
@@ -382,6 +383,7 @@ class Scheduler:
                 break
             fork.block_keys = list(request.block_keys)
             fork.chain, fork.slid, fork.foreign = list(request.chain), request.slid, set(request.foreign)
+            fork.admitted = request.admitted
             self.index.lock(fork.chain[fork.slid :])
             self._start(plan, fork, named=int(self.counts.named[request.slot]))
             fork.prefilled = tokens

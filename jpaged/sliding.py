@@ -52,7 +52,7 @@ class Sliding:
             return
         named = request.chain[request.slid : column]
         own = sum(request.slid + i not in request.foreign for i in range(len(named)))
-        self.index.unlock(named, request.priority)
+        self.index.unlock(named, request.priority, request.admitted)
         self.counts.slide(request.slot, column - request.slid, own)
         request.slid = column
         plan.slide.append((request.slot, column, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,10 @@ async def _make_job(service: Service, body: ChatBody, tools: ToolUse, request_id
         changes["skip_special_tokens"] = False
     params = body.sampling_params(service.defaults, **changes)
     text = await render_chat(service, body)
-    ids = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
-    return Job(request_id, service.fit_prompt(ids, params), params, text, body.cache_salt, body.user)
+    ids: Sequence[int] = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    ids = service.fit_prompt(ids, params)
+    asked = body.search_params(params, service.max_model_len - len(ids))
+    return Job(request_id, ids, asked, text, body.cache_salt, body.user, body.priority, body.n or 1)
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Answer:
         return last["content"] or "" if self.body.echo and last["role"] == "assistant" else ""
 
     def logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        if completion.logprobs is None:
+        if completion.logprobs is None or not self.body.logprobs:
             return None
         most, as_ids = self.body.top_logprobs or 0, self.body.return_tokens_as_token_ids
         return chat_logprobs(completion.token_ids, completion.logprobs, most, as_ids=as_ids)

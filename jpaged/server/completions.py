@@ -48,7 +48,8 @@ async def _make_jobs(service: Service, body: CompletionBody, request_id: str) ->
         if len(fitted) != len(ids):
             text = None
         each = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-        jobs.append(Job(each, fitted, params, text, body.cache_salt, body.user))
+        asked = body.search_params(params, service.max_model_len - len(fitted))
+        jobs.append(Job(each, fitted, asked, text, body.cache_salt, body.user, body.priority, body.n or 1))
     return jobs
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.async_engine import AsyncEngine
+from jpaged.beam_search import BeamSearchParams
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.server.errors import ApiError
@@ -16,14 +18,16 @@ from jpaged.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt of a request, ready for the engine."""
+    """A prompt of a request, ready for the engine. Of its outputs the first `keep` are shown."""
 
     request_id: str
     token_ids: Sequence[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     text: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
+    priority: int = 0
+    keep: int = 1
 
 
 @dataclass
@@ -60,6 +64,7 @@ async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job]) -> AsyncGenerator[t
                 job.params,
                 prompt=job.text,
                 cache_salt=job.cache_salt,
+                priority=job.priority,
                 tenant=job.tenant,
             )
             streams.append(await stack.enter_async_context(submitted))
@@ -67,6 +72,8 @@ async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job]) -> AsyncGenerator[t
             async for number, output in outputs:
                 if output.error is not None:
                     raise ApiError(output.error)
+                if len(output.outputs) > jobs[number].keep:
+                    output = dataclasses.replace(output, outputs=output.outputs[: jobs[number].keep])
                 yield number, output
 
 

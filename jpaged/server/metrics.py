@@ -238,11 +238,11 @@ class Metrics:
     def _count_end(self, request: Request) -> None:
         self.progress.pop(request, None)
         self.success.labels(**self.labels, finished_reason=request.finish_reason).inc()
-        tokens, params = len(request.output_token_ids), request.params
+        tokens = len(request.output_token_ids)
         self.request_generation.observe(tokens)
         if request.index == 0:
             self.request_prompt.observe(len(request.prompt_token_ids))
-            self.asked_outputs.observe(params.n)
+            self.asked_outputs.observe(len(request.group))
             self.asked_tokens.observe(request.max_tokens)
         arrival, scheduled = request.arrival_time, request.first_scheduled_time
         first, last = request.first_token_time, request.last_token_time

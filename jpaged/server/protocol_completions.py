@@ -23,8 +23,6 @@ class CompletionBody(SamplingFields):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     suffix: str | None = None
-    best_of: int | None = None
-    use_beam_search: bool = False
 
     @pydantic.field_validator("prompt")
     @classmethod
@@ -35,10 +33,6 @@ class CompletionBody(SamplingFields):
     def _check_fields(self) -> CompletionBody:
         if self.suffix:
             raise ValueError("suffix is not supported")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of must be n={self.n or 1} or left out, got {self.best_of}")
-        if self.use_beam_search:
-            raise ValueError("use_beam_search is not supported")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are not streamed: use logprobs with echo, or stream=false")
         return self

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from jpaged.beam_search import BeamSearchParams
 from jpaged.sampling_params import SEED_MAX, RequestOutputKind, SamplingParams
 from jpaged.structured_params import StructuredOutputsParams
 
@@ -17,6 +18,21 @@ log = logging.getLogger(__name__)
 
 # Fields of clients that keep accounts or conversations, which mean nothing here.
 IGNORED = frozenset({"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+
+# What beam search does not look at, with the values that ask for nothing. A form of the output is checked for itself.
+NOT_WITH_BEAMS: dict[str, tuple] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "stop": (None, "", []),
+    "stop_token_ids": (None, []),
+    "min_tokens": (0,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "vllm_xargs": (None, {}),
+}
 
 
 class Body(BaseModel):
@@ -71,6 +87,9 @@ class SamplingFields(Body):
     seed: Annotated[int, Field(ge=-SEED_MAX - 1, le=SEED_MAX)] | None = None
     logit_bias: dict[str, float] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -101,6 +120,20 @@ class SamplingFields(Body):
             raise ValueError("stream_options may only be given with stream=true")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _check_beams(self) -> SamplingFields:
+        if not self.use_beam_search:
+            if self.best_of is not None and self.best_of != (self.n or 1):
+                raise ValueError(f"best_of must be n={self.n or 1} or left out, got {self.best_of}")
+            return self
+        if self.stream:
+            raise ValueError("use_beam_search cannot be streamed: which beam is the best is known at the end")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of must be at least n={self.n or 1}, got {self.best_of}")
+        if given := [name for name, unset in NOT_WITH_BEAMS.items() if getattr(self, name) not in unset]:
+            raise ValueError(f"use_beam_search cannot be combined with {', '.join(given)}")
+        return self
+
     def structure(self) -> StructuredOutputsParams | None:
         """The form that the output must have. Raises ValueError if two are given."""
         asked = self.response_format
@@ -117,6 +150,29 @@ class SamplingFields(Body):
         assert asked.json_schema is not None
         return StructuredOutputsParams(json=json.dumps(asked.json_schema.json_schema))
 
+    def search_params(self, sampling: SamplingParams, room: int) -> SamplingParams | BeamSearchParams:
+        """What the engine is asked: `sampling`, or a search with `best_of` or `n` beams; `room`: tokens left.
+
+        How a token is drawn means nothing for beams, as in vLLM. Raises ValueError for what is not allowed.
+        """
+        if not self.use_beam_search:
+            return sampling
+        if sampling.structured_outputs is not None:
+            raise ValueError("use_beam_search cannot be combined with a form that the output must have")
+        if sampling.logprobs:
+            raise ValueError(
+                f"use_beam_search knows the log-probabilities of the tokens taken, and no others: {sampling.logprobs} "
+                "were asked for, 0 are allowed"
+            )
+        return BeamSearchParams(
+            beam_width=self.best_of or self.n or 1,
+            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            ignore_eos=sampling.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
     def sampling_params(self, defaults: SamplingParams, **changes: Any) -> SamplingParams:
         """`defaults` with what the body gives, and `changes`. Raises ValueError for what is not allowed."""
         names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k")
@@ -125,6 +181,8 @@ class SamplingFields(Body):
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if given.get("stop") == "":
             given["stop"] = ()
+        if self.use_beam_search:  # the number of beams, and not of samples
+            given["n"] = 1
         return dataclasses.replace(
             defaults,
             **{

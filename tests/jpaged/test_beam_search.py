@@ -3,22 +3,14 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jpaged_models import load_model
-from tiny import _forward, finish, make_prompts, tiny_engine, tiny_model, word_tokenizer
+from tiny import finish, log_probs, make_prompts, tiny_engine, tiny_model, word_tokenizer
 
 from jpaged import LLM, BeamSearchParams, Engine, EngineConfig, SamplingParams
 
 EOS = 2
-
-
-def log_probs(tokens: list[int]) -> np.ndarray:
-    padded = jnp.asarray([*tokens, *[0] * (128 - len(tokens))])
-    logits = _forward(("float32", 0), 128)(tiny_model().params, padded)[len(tokens) - 1]
-    return np.asarray(jax.nn.log_softmax(logits))
 
 
 def beam_reference(prompt: list[int], params: BeamSearchParams, eos: tuple[int, ...]) -> list[tuple[list[int], float]]:

@@ -109,6 +109,27 @@ def test_least_recently_used_goes_first_tail_before_head():
     assert names_by_eviction(index) == names
 
 
+def test_what_counts_is_when_a_sequence_began_with_a_block():
+    index = PrefixIndex(100)
+    keys = {root: block_keys(root, list(range(8)), 4) for root in (b"long", b"short")}
+    began = {root: index.tick() for root in keys}
+    chains = {}
+    for root in (b"short", b"long"):  # the one that began last ends first
+        first = index.add(keys[root][0], None)
+        chains[root] = [first, index.add(keys[root][1], first)]
+        index.unlock(chains[root], used=began[root])
+    expected = [block.name for block in (*reversed(chains[b"long"]), *reversed(chains[b"short"]))]
+    assert names_by_eviction(index) == expected
+
+
+def test_the_order_of_eviction_takes_no_memory_for_what_has_gone():
+    index = PrefixIndex(100)
+    chain = fill(index, b"a", 3)
+    for _ in range(1000):
+        index.touch(chain)
+    assert len(index.policy.order) < 100 and len(index.policy.queues) == 1
+
+
 def test_unimportant_blocks_go_first():
     index = PrefixIndex(100)
     important, other = fill(index, b"a", 2, priority=0), fill(index, b"b", 2, priority=3)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 USER = [{"role": "user", "content": "hi"}]
+BEAMS = {"use_beam_search": True}
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -40,7 +41,14 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETION, {"prompt": "a", "stream_options": {}}, "stream_options may only be given with stream=true"),
         (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of must be n=1"),
-        (COMPLETION, {"prompt": "a", "use_beam_search": True}, "use_beam_search is not supported"),
+        (COMPLETION, {"prompt": "a", "best_of": 1, "n": 2, **BEAMS}, "best_of must be at least n=2"),
+        (COMPLETION, {"prompt": "a", "stream": True, **BEAMS}, "use_beam_search cannot be streamed"),
+        (COMPLETION, {"prompt": "a", "stop": ["x"], "min_tokens": 2, **BEAMS}, "combined with stop, min_tokens"),
+        (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": "a"}, **BEAMS}, "a form that the output must"),
+        (COMPLETION, {"prompt": "a", "logprobs": 2, **BEAMS}, "2 were asked for, 0 are allowed"),
+        (COMPLETION, {"prompt": "a", "n": 9, **BEAMS}, "beam_width=9 is more than max_num_seqs=8"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 0, **BEAMS}, "max_tokens must be an integer of 1 to"),
+        (CHAT, {"messages": USER, "stream": True, **BEAMS}, "use_beam_search cannot be streamed"),
         (COMPLETION, {"prompt": "a", "request_id": ""}, "request_id: String should have at least 1 character"),
         (COMPLETION, {"prompt": "a", "cache_salt": ""}, "cache_salt: String should have at least 1 character"),
         (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs: "),
