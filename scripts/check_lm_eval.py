@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     model = str(Path(args.model).resolve())
     ours = through_server(args.lm_eval, model)
-    theirs = run(args.lm_eval, "hf", f"pretrained={model},dtype=float32,add_bos_token=True", "--device", "cpu")
+    theirs = run(args.lm_eval, "hf", f"pretrained={model},dtype=float32", "--device", "cpu")
     rows, problems = compare(ours, theirs)
     print_table(("task", "what", "jpaged", "transformers"), rows)
     save_json(args.json, rows)

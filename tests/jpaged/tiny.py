@@ -83,13 +83,6 @@ def _forward(loaded_key: tuple[str, int, int | None], length: int):
     return jax.jit(run)
 
 
-def log_probs(tokens: list[int]) -> np.ndarray:
-    """f32[V]: of what follows `tokens` (at most 128), by a whole forward pass."""
-    padded = jnp.asarray([*tokens, *[0] * (128 - len(tokens))])
-    logits = _forward(("float32", 0, None), 128)(tiny_model().params, padded)[len(tokens) - 1]
-    return np.asarray(jax.nn.log_softmax(logits))
-
-
 def greedy_reference(
     prompt: list[int], count: int, *, ignore_eos: bool = True, seed: int = 0, window: int | None = None
 ) -> list[int]:

@@ -9,7 +9,10 @@ import numpy as np
 import openai
 import pytest
 from ascii_model import ascii_tokenizer
-from tiny import greedy_reference, log_probs
+from beam_reference import beam_reference
+from tiny import greedy_reference
+
+from jpaged import BeamSearchParams
 
 TOKENIZER = ascii_tokenizer()
 GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -270,20 +273,10 @@ def test_embeddings(client):
         client.embeddings.create(model="tiny", input=[97])
 
 
-def beam_reference(prompt: list[int], width: int, count: int) -> list[tuple[list[int], float]]:
-    """(tokens, sum of their log-probabilities) of a search that nothing ends, over whole forward passes."""
-    running: list[tuple[list[int], float]] = [([], 0.0)]
-    for _ in range(count):
-        found = [(tokens, score, log_probs(prompt + tokens)) for tokens, score in running]
-        ranked = [([*tokens, t], score + each[t]) for tokens, score, each in found for t in range(len(each))]
-        running = sorted(ranked, key=lambda each: -each[1])[:width]
-    return running
-
-
 def test_beam_search(client):
     """vLLM's fields: the best n of best_of beams, best first, with the log-probabilities of their tokens."""
     ids = TOKENIZER.encode("hello")
-    expected = beam_reference(ids, 3, 6)
+    expected = beam_reference(ids, BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5), ())
     extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True, "length_penalty": 0.5}
     asked: dict = dict(model="tiny", max_tokens=6, n=2, temperature=0, extra_body=extra)
     answer = client.completions.create(**asked, prompt=["hello", ids], best_of=3, logprobs=0, echo=False)
@@ -293,11 +286,11 @@ def test_beam_search(client):
         tokens, score = expected[number % 2]
         assert choice.token_ids == tokens and choice.text == TOKENIZER.decode(tokens)
         assert choice.finish_reason == "length" and choice.logprobs.tokens == list(choice.text)
-        assert sum(choice.logprobs.token_logprobs) == pytest.approx(score, rel=1e-4)
+        assert sum(choice.logprobs.token_logprobs) / 6**0.5 == pytest.approx(score, rel=1e-4)
     chat = client.chat.completions.create(**asked, messages=user("hi"), logprobs=True)
-    expected = beam_reference(TOKENIZER.encode("user:hi;a:"), 2, 6)
+    expected = beam_reference(TOKENIZER.encode("user:hi;a:"), BeamSearchParams(beam_width=2, max_tokens=6), ())
     assert [choice.message.content for choice in chat.choices] == [TOKENIZER.decode(tokens) for tokens, _ in expected]
-    assert sum(each.logprob for each in chat.choices[0].logprobs.content) == pytest.approx(expected[0][1], rel=1e-4)
+    assert sum(each.logprob for each in chat.choices[0].logprobs.content) / 6 == pytest.approx(expected[0][1], rel=1e-4)
     assert chat.usage.completion_tokens == 12
 
 
