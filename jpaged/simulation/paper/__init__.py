@@ -1,0 +1,1 @@
+"""Figures of the PagedAttention paper (Kwon et al., SOSP 2023), its values beside ours."""
