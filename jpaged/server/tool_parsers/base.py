@@ -8,6 +8,8 @@ import string
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jpaged.stop_strings import count_held
+
 ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -65,3 +67,27 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int] | None:
         return json.JSONDecoder().raw_decode(text, start)
     except ValueError:
         return None
+
+
+class MarkedCalls:
+    """Text as it arrives in which a mark begins a call: what comes before is content, except lines between calls."""
+
+    def __init__(self) -> None:
+        self.text = ""  # not given out yet
+        self.inside = False  # the text goes on after a mark
+        self.called = False
+
+    def content_until(self, mark: str) -> list[Piece]:
+        """The content before the next mark, behind which the text is `inside`. What may become a mark is kept."""
+        if self.inside:
+            return []
+        before, found, after = self.text.partition(mark)
+        if found:
+            self.text, self.inside = after, True
+            return self.content(before)
+        keep = len(self.text) - count_held(self.text, (mark,))
+        before, self.text = self.text[:keep], self.text[keep:]
+        return self.content(before)
+
+    def content(self, text: str) -> list[Piece]:
+        return [text] if text and not (self.called and text.isspace()) else []

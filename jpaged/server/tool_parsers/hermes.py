@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from jpaged.server.tool_parsers.base import Piece, read_call, read_json
-from jpaged.stop_strings import count_held
+from jpaged.server.tool_parsers.base import MarkedCalls, Piece, read_call, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(MarkedCalls):
     needs_special_tokens = False
-
-    def __init__(self) -> None:
-        self.text = ""  # not given out yet
-        self.inside = False
-        self.called = False
 
     def feed(self, text: str) -> list[Piece]:
         self.text += text
         pieces: list[Piece] = []
         while True:
-            mark = CLOSE if self.inside else OPEN
-            before, found, after = self.text.partition(mark)
-            if found:
-                self.text = after
-                pieces += self._call(before, mark) if self.inside else self._content(before)
-                self.inside = not self.inside
-                continue
-            if not self.inside:
-                keep = len(self.text) - count_held(self.text, (OPEN,))
-                pieces += self._content(self.text[:keep])
-                self.text = self.text[keep:]
-            return pieces
+            pieces += self.content_until(OPEN)
+            body, ends, after = self.text.partition(CLOSE)
+            if not self.inside or not ends:
+                return pieces
+            self.text, self.inside = after, False
+            pieces += self._call(body, CLOSE)
 
     def finish(self) -> list[Piece]:
         """A call that ends with the output needs no end mark."""
         text, self.text = self.text, ""
-        return self._call(text, "") if self.inside else self._content(text)
-
-    def _content(self, text: str) -> list[Piece]:
-        # Lines between calls are the format's, not content.
-        return [text] if text and not (self.called and text.isspace()) else []
+        return self._call(text, "") if self.inside else self.content(text)
 
     def _call(self, body: str, close: str) -> list[Piece]:
         found = read_json(body.strip())

@@ -5,47 +5,30 @@ from __future__ import annotations
 
 import re
 
-from jpaged.server.tool_parsers.base import Piece, ToolCall, read_call, read_json
-from jpaged.stop_strings import count_held
+from jpaged.server.tool_parsers.base import MarkedCalls, Piece, ToolCall, read_call, read_json
 
 MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-class MistralParser:
+class MistralParser(MarkedCalls):
     needs_special_tokens = True
-
-    def __init__(self) -> None:
-        self.text = ""  # not given out yet
-        self.inside = False
-        self.called = False
 
     def feed(self, text: str) -> list[Piece]:
         self.text += text
         pieces: list[Piece] = []
         while True:
-            if self.inside:
-                found = self._read()
-                if found is None:
-                    return pieces
-                calls, self.text = found
-                pieces += calls
-                self.inside, self.called = False, True
-            before, mark, after = self.text.partition(MARK)
-            if not mark:
-                keep = len(self.text) - count_held(self.text, (MARK,))
-                pieces += self._content(self.text[:keep])
-                self.text = self.text[keep:]
+            pieces += self.content_until(MARK)
+            found = self._read() if self.inside else None
+            if found is None:
                 return pieces
-            pieces += self._content(before)
-            self.text, self.inside = after, True
+            calls, self.text = found
+            pieces += calls
+            self.inside, self.called = False, True
 
     def finish(self) -> list[Piece]:
         text, self.text = self.text, ""
         return [MARK * self.inside + text] if text or self.inside else []
-
-    def _content(self, text: str) -> list[Piece]:
-        return [text] if text and not (self.called and text.isspace()) else []
 
     def _read(self) -> tuple[list[ToolCall], str] | None:
         """(calls, the text after them) at the beginning of the text; None while they are not whole."""
