@@ -82,18 +82,21 @@ def run_served(llm: LLM, args, seed: int) -> float:
         command += ["--random-output-len", str(args.output_len), "--random-range-ratio", "0.5", "--seed", str(seed)]
         command += ["--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "found.json"]
 
+        config = uvicorn.Config(make_app(service), log_level="warning", lifespan="off", ws="none")
+
         async def serve() -> None:
-            config = uvicorn.Config(make_app(service), log_level="warning", lifespan="off", ws="none")
             server = Server(
                 config, service, lambda: client.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
             )
             task = asyncio.ensure_future(server.serve(sockets=[bound]))
-            while not client or client[0].poll() is None:
+            while not client:
                 await asyncio.sleep(0.05)
+            await asyncio.to_thread(client[0].wait)
             server.should_exit = True
             await task
 
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # the loop that `jpaged serve` has
+            runner.run(serve())
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
     if found["failed"] or found["completed"] != args.prompts:
         raise RuntimeError(f"{found['failed']} of {args.prompts} requests failed")
