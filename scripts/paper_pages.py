@@ -37,7 +37,7 @@ where prompts and outputs are drawn from distributions that have the paper's mea
 def write_page(results: dict[str, Any], path: Path) -> None:
     """Every figure that `results` has, in order."""
     parts = [INTRODUCTION]
-    for name, write in (("2", _memory), ("13", _batches), ("15", _sharing)):
+    for name, write in (("2", _memory), ("12 sustained", _sustained), ("13", _batches), ("15", _sharing)):
         if name in results:
             parts.append(write(results[name]["rows"]))
     path.write_text("\n".join(parts))
@@ -53,6 +53,14 @@ def _memory(rows: list[dict[str, Any]]) -> str:
     header = ("lengths", "system", "token states %", "reserved %", "internal %", "external and others %", "paper")
     text = "Of vLLM the paper gives token states alone. Ours has a queue that is never empty, Orca 2 requests/s.\n"
     return f"## Where KV memory goes (Fig. 2)\n\n![Fig. 2](figures/paper_fig2.png)\n\n{text}\n{_table(header, table)}"
+
+
+def _sustained(rows: list[dict[str, Any]]) -> str:
+    table = [
+        [row["lengths"], row["system"], f"{row['sustained']:.2f}", f"{row['ratio']:.2f}", row["paper"]] for row in rows
+    ]
+    header = ("lengths", "system", "requests/s at 0.3 s/token", "ours over it", "paper, over its models")
+    return f"## Latency against rate (Fig. 12)\n\n![Fig. 12](figures/paper_fig12.png)\n\n{_table(header, table)}"
 
 
 def _batches(rows: list[dict[str, Any]]) -> str:

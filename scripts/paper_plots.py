@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from jpaged.simulation.paper.memory import PARTS
+from jpaged.simulation.paper.setting import LABELS
 
 NAMES = ("token states", "reserved", "internal fragmentation", "external and others")
+LINES = dict(zip(LABELS.values(), ("#d1495b", "#f2b134", "#30638e", "#2a7f62"), strict=True))
 COLORS = ("#2a7f62", "#f2b134", "#d1495b", "#b8bcc2")
 
 
@@ -21,7 +23,7 @@ def draw_plots(results: dict[str, Any], folder: Path) -> None:
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("2", draw_memory), ("13", draw_batches)):
+    for name, draw in (("2", draw_memory), ("12", draw_latency), ("13", draw_batches)):
         if name in results:
             figure = draw(pyplot, results[name]["rows"])
             figure.savefig(folder / f"paper_fig{name}.png", dpi=100)
@@ -71,4 +73,23 @@ def draw_batches(pyplot, rows: list[dict[str, Any]]):
         axes.set_ylabel("mean batched requests")
     panels[0].legend(fontsize=9, frameon=False, loc="upper left")
     figure.suptitle("Requests that run at once (Fig. 13)", fontsize=10)
+    return figure
+
+
+def draw_latency(pyplot, rows: list[dict[str, Any]]):
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axes, name in zip(panels, ("sharegpt", "alpaca"), strict=True):
+        for system, color in LINES.items():
+            some = [row for row in rows if (row["lengths"], row["system"]) == (name, system)]
+            rates, values = [row["rate"] for row in some], [row["latency"] for row in some]
+            axes.plot(rates, values, "o-", color=color, label=system, markersize=3.5)
+        axes.set_ylim(0, 1)
+        axes.set_xlim(0, None)
+        axes.set_xlabel("requests/s")
+        axes.set_ylabel("normalized latency, s/token")
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.suptitle("Latency against request rate, OPT-13B on an A100-40GB, simulated (Fig. 12)", fontsize=10)
     return figure
