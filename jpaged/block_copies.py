@@ -6,6 +6,7 @@ layers (see `read_cache_blocks`), and lies on the host as the bytes of one block
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ def save_blocks(
     slots, columns, names = places
     by_place = tables.blocks.at[slots, columns].get(mode="fill", fill_value=0)
     ids = jnp.where(names > 0, named.block.at[names].get(mode="fill", fill_value=0), by_place)
-    return read_cache_blocks(cache, ids)
+    return read_cache_blocks(cache, ids, named.held.shape[0])
 
 
 def load_blocks(
@@ -54,12 +55,13 @@ def load_blocks(
     named = NamedBlocks(
         named.block.at[jnp.where(used, names, num_names)].set(ids, mode="drop"), named.held.at[one].set(1, mode="drop")
     )
-    return write_cache_blocks(cache, one, content), pool, named, ok
+    return write_cache_blocks(cache, one, content, num_blocks), pool, named, ok
 
 
-def content_shapes(cache: tuple[KVPages, ...]) -> list[jax.ShapeDtypeStruct]:
+def content_shapes(cache: tuple[KVPages, ...], num_blocks: int) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the content of K blocks."""
-    return jax.eval_shape(read_cache_blocks, cache, jax.ShapeDtypeStruct((COPIED_AT_ONCE,), jnp.int32))
+    read = functools.partial(read_cache_blocks, num_blocks=num_blocks)
+    return jax.eval_shape(read, cache, jax.ShapeDtypeStruct((COPIED_AT_ONCE,), jnp.int32))
 
 
 def split_content(arrays: Sequence[jax.Array], count: int) -> list[np.ndarray]:

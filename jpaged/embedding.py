@@ -35,7 +35,7 @@ class Embedder:
         self.size = engine.model.hidden_size
         last = -(-self.max_tokens // CONTIGUOUS_TILE) * CONTIGUOUS_TILE
         self.buckets = grow_sizes(CONTIGUOUS_TILE, last, GROWTH)
-        self.program = jax.jit(functools.partial(pool_hidden, engine.runner.graphdef, engine.model.num_layers))
+        self.program = jax.jit(functools.partial(pool_hidden, engine.runner.graphdef))
 
     def embed(self, token_ids: Sequence[int]) -> np.ndarray:
         """f32[H] of length 1. The ids must have been checked: 1 to `max_tokens` of them, each in the vocabulary."""
@@ -51,12 +51,12 @@ class Embedder:
 
 
 def pool_hidden(
-    graphdef: nnx.GraphDef, layers: int, params: dict, tokens: jax.Array, length: jax.Array, mean: jax.Array
+    graphdef: nnx.GraphDef, params: dict, tokens: jax.Array, length: jax.Array, mean: jax.Array
 ) -> jax.Array:
     """f32[H] of length 1: of hidden states of tokens i32[T], whose first `length` count, the mean or the last."""
     model = merge_params(graphdef, params)
     at = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, _ = model(tokens, at, (None,) * layers, contiguous_attend(length), length)
+    hidden, _ = model(tokens, at, None, contiguous_attend(length), length)
     counts = jnp.where(mean, at < length, at == length - 1)
     pooled = jnp.sum(jnp.where(counts[:, None], hidden.astype(jnp.float32), 0.0), axis=0)
     return pooled / jnp.linalg.norm(pooled)

@@ -131,9 +131,9 @@ class Runner:
             loaded = pack_model(loaded)
         self.params, self.graphdef = loaded.params, loaded.graphdef
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
-        self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype))
+        self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype), loaded.runs)
         prefer_huge_pages(jax.tree.leaves(self.state.cache))
-        self.content_shapes = content_shapes(self.state.cache)
+        self.content_shapes = content_shapes(self.state.cache, config.num_blocks)
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
         """Start a step, with the copies that go before it, and return without waiting for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ class SlotState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    cache: tuple[KVPages, ...]  # one a layer: K and V [N, Hkv, B, D], and scales if they are quantised
+    cache: tuple[KVPages, ...]  # one a run of L layers: K and V [L N, Hkv, B, D], and scales if they are quantised
     pool: BlockPool
     tables: BlockTables
     named: NamedBlocks
@@ -40,11 +41,13 @@ class EngineState(NamedTuple):
     controls: Controls
 
 
-def init_state(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> EngineState:
-    """Zeroed pages of kv_dtype (see `init_cache`), a full pool, empty tables and slots."""
+def init_state(
+    model: ModelConfig, config: EngineConfig, kv_dtype: str, runs: Sequence[int] | None = None
+) -> EngineState:
+    """Zeroed pages of kv_dtype for runs of layers (see `init_cache`), a full pool, empty tables and slots."""
     slots = config.max_num_seqs
     return EngineState(
-        init_cache(model, config.num_blocks, config.block_size, kv_dtype),
+        init_cache(model, config.num_blocks, config.block_size, kv_dtype, runs),
         init_pool(config.num_blocks),
         init_tables(slots, config.max_blocks_per_seq),
         init_names(config.num_names, config.num_blocks),

@@ -120,7 +120,7 @@ def mixed_step(
         num_decode=jnp.where(ok, plan.num_decode, 0),
     )
     model = merge_params(spec.graphdef, params)
-    attend = paged_attend(batch, spec.attention_backend)
+    attend = paged_attend(batch, state.pool.refcount.shape[0], spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend, live=starts[-1])
     # The last token of each row [R, H]: for a fork, which has no tokens here, that of the row before it.
     final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")
@@ -237,13 +237,14 @@ def _grow_rows(
     Returns (state, ok bool[]).
     """
     num_slots, max_blocks = state.tables.blocks.shape
+    num_blocks = state.pool.refcount.shape[0]
     writes = jnp.zeros(num_slots, bool).at[slots].set(added > 0, mode="drop")
     pool, tables, src, dst, apart = copy_on_write(state.pool, state.tables, writes, block_size=block_size)
     cache = over_tiles(
         dst > 0,
         COPY_TILE,
         lambda rows, cache: copy_cache_blocks(
-            cache, src.at[rows].get(mode="fill", fill_value=0), dst.at[rows].get(mode="fill", fill_value=0)
+            cache, src.at[rows].get(mode="fill", fill_value=0), dst.at[rows].get(mode="fill", fill_value=0), num_blocks
         ),
         state.cache,
     )
@@ -279,7 +280,7 @@ def _decode_rows(
         num_decode=None,
     )
     tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
-    attend = paged_attend(batch, spec.attention_backend)
+    attend = paged_attend(batch, state.pool.refcount.shape[0], spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend, live=num_rows)
     features = jnp.where(active, features, 0)
     logits = model.logits(hidden, live=num_rows)

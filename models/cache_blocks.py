@@ -1,4 +1,7 @@
-"""Whole blocks of the decoder's cache, over all layers at once."""
+"""Whole blocks of the decoder's cache, over all layers at once.
+
+Pages of a run of L layers are [L N, ...], N the blocks that block tables tell apart: block b of layer l is at l N + b.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,32 +10,55 @@ import pallas_kernels
 from pallas_kernels import KVPages
 
 
-def copy_cache_blocks(cache: tuple[KVPages, ...], src: jax.Array, dst: jax.Array) -> tuple[KVPages, ...]:
+def copy_cache_blocks(
+    cache: tuple[KVPages, ...], src: jax.Array, dst: jax.Array, num_blocks: int
+) -> tuple[KVPages, ...]:
     """Block ``src[i]`` copied over block ``dst[i]`` in every layer; i32[C] each, (0, 0) does nothing."""
-    return tuple(pallas_kernels.copy_blocks(pages, src, dst) for pages in cache)
+
+    def copy(pages: KVPages) -> KVPages:
+        wanted = jnp.tile(dst > 0, len(pages.k) // num_blocks)
+        places = (jnp.where(wanted, find_in_layers(pages.k, ids, num_blocks).ravel(), 0) for ids in (src, dst))
+        return pallas_kernels.copy_blocks(pages, *places)
+
+    return tuple(copy(pages) for pages in cache)
 
 
-def read_cache_blocks(cache: tuple[KVPages, ...], ids: jax.Array) -> list[jax.Array]:
+def read_cache_blocks(cache: tuple[KVPages, ...], ids: jax.Array, num_blocks: int) -> list[jax.Array]:
     """Blocks ``ids`` i32[C] of every layer, in one array of pages and, if they are quantised, one of scales.
 
-    Arrays [C, 2 * layers, ...]: K and V of each layer in turn.
+    Arrays [C, 2 * layers, ...]: for each run, K of its layers and then V.
     """
+
+    def take(pool: jax.Array) -> jax.Array:
+        return pool.at[find_in_layers(pool, ids, num_blocks).T].get(mode="promise_in_bounds")
+
     kinds = [[pool for pages in cache for pool in (pages.k, pages.v)]]
     scales = [pool for pages in cache for pool in (pages.k_scales, pages.v_scales) if pool is not None]
     kinds += [scales] if scales else []
-    return [jnp.stack([pool.at[ids].get(mode="promise_in_bounds") for pool in pools], axis=1) for pools in kinds]
+    return [jnp.concatenate([take(pool) for pool in pools], axis=1) for pools in kinds]
 
 
-def write_cache_blocks(cache: tuple[KVPages, ...], ids: jax.Array, blocks: list[jax.Array]) -> tuple[KVPages, ...]:
+def write_cache_blocks(
+    cache: tuple[KVPages, ...], ids: jax.Array, blocks: list[jax.Array], num_blocks: int
+) -> tuple[KVPages, ...]:
     """What ``read_cache_blocks`` gave, written over blocks ``ids`` i32[C]; ids of N, one past the end, are left out."""
 
-    def put(pool: jax.Array, kind: int, place: int) -> jax.Array:
-        return pool.at[ids].set(blocks[kind][:, place], mode="drop")
+    def put(pool: jax.Array, kind: int, first: int) -> jax.Array:
+        layers = len(pool) // num_blocks
+        places = jnp.where(ids < num_blocks, find_in_layers(pool, ids, num_blocks), len(pool))
+        return pool.at[places.T].set(blocks[kind][:, first : first + layers], mode="drop")
 
-    layers = []
-    for k, pages in zip(range(0, 2 * len(cache), 2), cache, strict=True):
-        written = KVPages(put(pages.k, 0, k), put(pages.v, 0, k + 1))
+    written, first = [], 0
+    for pages in cache:
+        k, v = first, first + len(pages.k) // num_blocks
+        first += 2 * (v - k)
+        new = KVPages(put(pages.k, 0, k), put(pages.v, 0, v))
         if pages.k_scales is not None and pages.v_scales is not None:
-            written = KVPages(written.k, written.v, put(pages.k_scales, 1, k), put(pages.v_scales, 1, k + 1))
-        layers.append(written)
-    return tuple(layers)
+            new = KVPages(new.k, new.v, put(pages.k_scales, 1, k), put(pages.v_scales, 1, v))
+        written.append(new)
+    return tuple(written)
+
+
+def find_in_layers(pool: jax.Array, ids: jax.Array, num_blocks: int) -> jax.Array:
+    """Where blocks ``ids`` i32[C] of each of a pool's layers are in it, i32[L, C]."""
+    return jnp.arange(0, len(pool), num_blocks, dtype=jnp.int32)[:, None] + ids

@@ -6,7 +6,7 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec, rotate
 
-from .decoder import Attend, Rotary
+from .decoder import Attend, Layer, Rotary
 
 TILE = 64  # queries whose scores are in memory at once
 
@@ -18,7 +18,7 @@ def contiguous_attend(length: jax.Array) -> Attend:
     """
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: None, spec: AttentionSpec
+        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: None, spec: AttentionSpec, layer: Layer
     ) -> tuple[jax.Array, None]:
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]

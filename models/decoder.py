@@ -5,9 +5,12 @@ Hq query heads, Hkv key/value heads, D head size.
 
 The decoder knows nothing of paging. It hands q, k, v of every layer to ``attend``, which stores k and v in
 that layer's cache as it likes and returns what the queries see.
+
+Its layers come in runs (``runs``). A run of one is a layer as it is; a run of more is a loop over one ``Block`` whose
+parameters have an axis of layers in front, and ``layer`` says to everything in it which one it is about.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +23,13 @@ from pallas_kernels import AttentionSpec
 from .config import ModelConfig
 from .layers import GatedLinear, Linear, RMSNorm, is_packed, multiply_head, take_rows
 from .rope import rotary_table
+from .runs import find_runs, list_windows
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, f32[T, D/2]
-# (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], rotary, layer_cache, the layer's options) -> (out [T,Hq,D], layer_cache);
-# q and k are still to be rotated.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Rotary, Any, AttentionSpec], tuple[jax.Array, Any]]
+Layer = jax.Array | None  # i32[], the layer's place in its run; None for a run of one
+# (q [T,Hq,D], k [T,Hkv,D], v [T,Hkv,D], rotary, the run's cache, the layer's options, layer)
+# -> (out [T,Hq,D], the run's cache); q and k are still to be rotated.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Rotary, Any, AttentionSpec, Layer], tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
@@ -38,15 +43,24 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
 
     def __call__(
-        self, x: jax.Array, norm: RMSNorm, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        rotary: Rotary,
+        cache: Any,
+        attend: Attend,
+        live: jax.Array | None,
+        layer: Layer,
     ) -> tuple[jax.Array, Any]:
-        """x + attention(norm(x)), [T, H], and the layer's cache."""
-        qkv = self.qkv(x, norm=norm, live=live).reshape(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
+        """x + attention(norm(x)), [T, H], and the cache."""
+        qkv = self.qkv(x, norm=norm, live=live, layer=layer).reshape(
+            x.shape[0], -1, self.head_dim
+        )  # [T, Hq + 2 Hkv, D]
         q, k, v = jnp.split(qkv, [self.heads, self.heads + self.kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        seen, cache = attend(q, k, v, rotary, cache, self.spec)  # [T, Hq, D]
-        return self.out(seen.reshape(x.shape[0], -1), residual=x, live=live), cache
+            q, k = self.q_norm(q, layer), self.k_norm(k, layer)
+        seen, cache = attend(q, k, v, rotary, cache, self.spec, layer)  # [T, Hq, D]
+        return self.out(seen.reshape(x.shape[0], -1), residual=x, live=live, layer=layer), cache
 
 
 class Mlp(nnx.Module):
@@ -54,9 +68,10 @@ class Mlp(nnx.Module):
         self.gate_up = GatedLinear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array, norm: RMSNorm, live: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: RMSNorm, live: jax.Array | None, layer: Layer) -> jax.Array:
         """x + mlp(norm(x)), [T, H]."""
-        return self.down(self.gate_up(x, norm=norm, live=live), residual=x, live=live)
+        wide = self.gate_up(x, norm=norm, live=live, layer=layer)
+        return self.down(wide, residual=x, live=live, layer=layer)
 
 
 class Block(nnx.Module):
@@ -67,23 +82,27 @@ class Block(nnx.Module):
         self.mlp = Mlp(c, dtype)
 
     def __call__(
-        self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None
+        self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None, layer: Layer
     ) -> tuple[jax.Array, Any]:
-        x, cache = self.attention(x, self.attention_norm, rotary, cache, attend, live)
-        return self.mlp(x, self.mlp_norm, live), cache
+        x, cache = self.attention(x, self.attention_norm, rotary, cache, attend, live, layer)
+        return self.mlp(x, self.mlp_norm, live, layer), cache
 
 
 class Decoder(nnx.Module):
     """Tokens to hidden states, and hidden states to logits: two calls, because only some rows are sampled.
 
-    A new one holds zeros; ``params.abstract_decoder`` makes one without memory, ``load`` fills it.
+    A new one holds zeros; ``params.abstract_decoder`` makes one without memory, ``load`` fills it. ``layers`` has one
+    block for each of ``runs`` (default: one a layer); a block that stands for more is made for one layer, and the
+    parameters that it is given have an axis more.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.float32, runs: Sequence[int] | None = None):
         c = config
         self.config = c
+        self.runs = find_runs(c, stacked=False) if runs is None else tuple(runs)
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), dtype))
-        self.layers = nnx.List([Block(c, dtype, window) for window in c.windows or (None,) * c.num_layers])
+        windows = list_windows(c)
+        self.layers = nnx.List([Block(c, dtype, windows[sum(self.runs[:run])]) for run in range(len(self.runs))])
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=dtype)
         self.head = head
@@ -92,12 +111,13 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: tuple[Any, ...],
+        cache: tuple[Any, ...] | None,
         attend: Attend,
         live: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """tokens i32[T], positions i32[T], one cache per layer -> (hidden [T, H] after the last norm, cache).
+        """tokens i32[T], positions i32[T], one cache a run -> (hidden [T, H] after the last norm, cache).
 
+        Without a cache ``attend`` is given None for each.
         Token ids must lie in [0, V): they are checked on the host; here a stray one is clipped. ``live`` i32[]: rows
         from there on are padding, whose results are unspecified; packed weights make their products free.
         """
@@ -106,10 +126,23 @@ class Decoder(nnx.Module):
         # The barrier: or XLA computes sines and cosines again in every layer that uses them.
         rotary = lax.optimization_barrier(rotary_table(c.rope, c.head_dim, positions))
         updated = []
-        for block, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = block(x, rotary, layer_cache, attend, live)
-            updated.append(layer_cache)
+        for block, count, part in zip(self.layers, self.runs, cache or (None,) * len(self.runs), strict=True):
+
+            def apply(layer: Layer, carry: tuple[jax.Array, Any], block: Block = block) -> tuple[jax.Array, Any]:
+                x, part = carry
+                return block(x, rotary, part, attend, live, layer)
+
+            x, part = apply(None, (x, part)) if count == 1 else lax.fori_loop(0, count, apply, (x, part))
+            updated.append(part)
         return self.norm(x), tuple(updated)
+
+    def blocks(self) -> list[tuple[Block, Layer]]:
+        """Every layer: the block it is in and its place there."""
+        return [
+            (block, None if count == 1 else jnp.int32(layer))
+            for block, count in zip(self.layers, self.runs, strict=True)
+            for layer in range(count)
+        ]
 
     def logits(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
         """hidden [R, H] -> f32[R, V]; rows from ``live`` i32[] on are unspecified."""

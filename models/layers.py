@@ -11,8 +11,8 @@ FEW_ROWS = 64  # up to here, on CPU, the weights go on the left of a product
 
 
 def is_packed(weight: jax.Array) -> bool:
-    """Whether a weight is in the layout of the native CPU kernels, in its own dtype or int8; else it is [out, in]."""
-    return weight.ndim == 4
+    """Whether a weight, or those of many layers, is in the layout of the native CPU kernels; else it is [out, in]."""
+    return weight.ndim >= 4
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -81,10 +81,12 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+        """``layer`` i32[]: the row of the weight that counts, where it has one for each layer."""
+        weight = self.weight[...] if layer is None else self.weight.at[layer].get(mode="promise_in_bounds")
         wide = x.astype(jnp.float32)
         wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -113,8 +115,12 @@ class Linear(nnx.Module):
         norm: RMSNorm | None = None,
         residual: jax.Array | None = None,
         live: jax.Array | None = None,
+        layer: jax.Array | None = None,
     ) -> jax.Array:
-        """The product of norm(x), plus residual [T, out]. ``live`` i32[]: rows from there on are padding."""
+        """The product of norm(x), plus residual [T, out]. ``live`` i32[]: rows from there on are padding.
+
+        ``layer`` i32[]: which of the weights, where there is one for each layer; those are packed.
+        """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
         if is_packed(weight):
             scale, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
@@ -128,6 +134,7 @@ class Linear(nnx.Module):
                 residual=residual,
                 gated=self.gated,
                 live=live,
+                layer=layer,
             )
         y = self.multiply(x if norm is None else norm(x), weight, bias)
         return y if residual is None else residual + y

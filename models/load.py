@@ -17,7 +17,7 @@ from .gguf_file import GgufFile
 from .gguf_loader import GgufSource, gguf_config, gguf_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .jsonfile import read_object
-from .params import param_shapes
+from .params import abstract_decoder
 from .safetensors_loader import SafetensorsSource
 from .tokenizer import Tokenizer
 from .weights import DTYPES, load_params
@@ -34,6 +34,7 @@ class LoadedModel:
     params: dict[str, jax.Array]
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
+    runs: tuple[int, ...] | None = None  # layers of each run (see runs.py); None: each layer by itself
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -50,7 +51,7 @@ class LoadedModel:
         config = self.config.with_max_length(max_model_len)
         if config == self.config:
             return self
-        graphdef, _ = param_shapes(config, self.dtype)
+        graphdef = nnx.graphdef(abstract_decoder(config, self.dtype, self.runs))
         return dataclasses.replace(self, config=config, graphdef=graphdef)
 
 

@@ -1,7 +1,9 @@
 """Weights as the native CPU kernels read them, chosen once when an engine starts."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,11 @@ from pallas_kernels.cpu.linear import pack_weight, quantize_weight
 from .layers import Linear, is_packed
 from .load import LoadedModel
 from .params import abstract_decoder
+from .runs import find_runs
 
 LINEAR_BACKENDS = ("auto", "cpu", "xla")
 QUANTIZATIONS = (None, "int8")
+ALIGNMENT = 64  # bytes; what XLA:CPU asks of memory that it is to use as it is
 
 
 def pick_linear_backend(name: str) -> str:
@@ -42,12 +46,15 @@ def check_quantization(name: str | None, linear: str) -> None:
         raise ValueError(f"quantization {name!r} needs products by the native CPU kernels, and they are by {linear!r}")
 
 
-def pack_model(loaded: LoadedModel, *, quantization: str | None = None, consume: bool = False) -> LoadedModel:
+def pack_model(
+    loaded: LoadedModel, *, quantization: str | None = None, stacked: bool = True, consume: bool = False
+) -> LoadedModel:
     """The same model with every matrix packed for the native CPU kernels; one that is packed is returned as it is.
 
     ``quantization``: "int8" rounds every matrix, the embedding too, to 8 bits a weight with a scale for each row, and
     has rows of activations rounded likewise when they are multiplied (Dettmers et al., 2022, "LLM.int8()", section 2,
     vector-wise quantisation).
+    ``stacked``: put equal neighbours among the layers in runs (see runs.py).
     ``consume``: empty the given model on the way, so that no more than one matrix exists twice at a time.
     Raises ValueError for another quantization, or where one is asked for and the model was packed without it.
     """
@@ -63,11 +70,47 @@ def pack_model(loaded: LoadedModel, *, quantization: str | None = None, consume:
         if isinstance(module, Linear):
             gated[".".join(map(str, (*path, "weight")))] = module.gated
     source = loaded.params if consume else dict(loaded.params)
-    packed: dict[str, jax.Array] = {}
-    for name in list(source):
+
+    def take(name: str) -> np.ndarray:
         array = source.pop(name)
-        packed[name] = jnp.asarray(pack(array, gated=gated[name])) if name in gated else array
-    return dataclasses.replace(loaded, params=packed)
+        return pack(array, gated=gated[name]) if name in gated else np.asarray(array)
+
+    runs = find_runs(loaded.config, stacked)
+    graphdef = nnx.graphdef(abstract_decoder(loaded.config, loaded.dtype, runs))
+    names = _names_in_runs(list(source), runs)
+    packed = {name: jax.device_put(_stack(take, parts), may_alias=True) for name, parts in names.items()}
+    return dataclasses.replace(loaded, graphdef=graphdef, params=packed, runs=runs)
+
+
+def _names_in_runs(names: Sequence[str], runs: Sequence[int]) -> dict[str, list[str]]:
+    """The name of each parameter of a decoder of ``runs``: those of all its layers, in order."""
+    run_of = list(itertools.chain.from_iterable([str(run)] * count for run, count in enumerate(runs)))
+    made: dict[str, list[str]] = {}
+    for name in names:
+        path = name.split(".")
+        if path[0] == "layers":
+            path[1] = run_of[int(path[1])]
+        made.setdefault(".".join(path), []).append(name)
+    return {name: sorted(parts, key=_layer_of) for name, parts in made.items()}
+
+
+def _layer_of(name: str) -> int:
+    path = name.split(".")
+    return int(path[1]) if path[0] == "layers" else 0
+
+
+def _stack(take: Callable[[str], np.ndarray], names: Sequence[str]) -> np.ndarray:
+    """What ``take`` gives for each name, in one array that a device can have without another copy."""
+    first = take(names[0])
+    shape = first.shape if len(names) == 1 else (len(names), *first.shape)
+    memory = np.empty(math.prod(shape) * first.dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    stacked = memory[start : len(memory) - ALIGNMENT + start].view(first.dtype).reshape(len(names), *first.shape)
+    stacked[0] = first
+    del first
+    for place, name in enumerate(names[1:], 1):
+        stacked[place] = take(name)
+    return stacked.reshape(shape)
 
 
 def pack_as(loaded: LoadedModel, weight: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
 """A decoder as a static graph and a flat dict of arrays, the form that is cheap to pass to a jitted step.
 
-Names are dotted paths, for example ``layers.0.attention.qkv.weight``. Flattening a dict of arrays costs the
-host far less per step than flattening thousands of nnx variables; ``merge_params`` runs at trace time only.
+Names are dotted paths, for example ``layers.0.attention.qkv.weight``, where 0 is a run of layers (see ``runs``).
+Flattening a dict of arrays costs the host far less per step than flattening thousands of nnx variables;
+``merge_params`` runs at trace time only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from .config import ModelConfig
 from .decoder import Decoder
 
 
-def abstract_decoder(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
+def abstract_decoder(config: ModelConfig, dtype: jnp.dtype, runs: Sequence[int] | None = None) -> Decoder:
     """A decoder whose parameters are ``jax.ShapeDtypeStruct``s: the shapes without the memory."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype))
+    return nnx.eval_shape(lambda: Decoder(config, dtype, runs))
 
 
 def flatten_params(model: Decoder) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:

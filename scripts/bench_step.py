@@ -33,7 +33,7 @@ def contiguous_attend(lengths: jax.Array) -> Any:
     """Attention over contiguous K and V [R, Hkv, L, D], one query row a sequence; lengths i32[R] with the new token."""
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec
+        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec, layer: None
     ) -> tuple[jax.Array, Any]:
         q, k = rotate(q, rotary), rotate(k, rotary)
         rows, heads, size, dim = cache[0].shape

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jpaged_models import Decoder, LoadedModel, init_cache, merge_params
+from jpaged_models.decoder import Block
 from jpaged_models.layers import Linear, take_rows
 from jpaged_models.paged import PagedBatch, read_cache, write_cache
 from jpaged_models.rope import rotary_table
@@ -90,10 +91,14 @@ def make_parts(loaded: LoadedModel, config: EngineConfig, shape: StepShape) -> d
         run = jax.jit(lambda params: part(merge_params(loaded.graphdef, params)))
         return partial(run, params)
 
-    def products(modules: Sequence[tuple[Linear, int]], part: Callable[[Decoder], Any]) -> Part:
-        """Of layers with their inputs' width."""
-        moved = sum(each.weight[...].nbytes + tokens * (each.features + width) * item for each, width in modules)
-        return Part(program(part), moved, sum(2 * tokens * each.rows * width for each, width in modules))
+    def products(pick: Callable[[Block], list[tuple[Linear, int]]], part: Callable[[Decoder], Any]) -> Part:
+        """Of all layers; `pick` gives a block's modules with the width of their inputs."""
+        moved = flops = 0
+        for block, layers in zip(model.layers, model.runs, strict=True):
+            for each, width in pick(block):
+                moved += each.weight[...].nbytes + layers * tokens * (each.features + width) * item
+                flops += layers * 2 * tokens * each.rows * width
+        return Part(program(part), moved, flops)
 
     x, seen, last = values(tokens, c.hidden_size), values(tokens, attended), values(rows, c.hidden_size)
     ids = jnp.asarray(rng.integers(0, c.vocab_size, tokens), jnp.int32)
@@ -108,22 +113,18 @@ def make_parts(loaded: LoadedModel, config: EngineConfig, shape: StepShape) -> d
     return {
         "embed": Part(program(embed), 2 * tokens * c.hidden_size * item, 0),
         "qkv": products(
-            [(block.attention.qkv, c.hidden_size) for block in model.layers],
-            lambda m: [block.attention.qkv(x, norm=block.attention_norm) for block in m.layers],
+            lambda block: [(block.attention.qkv, c.hidden_size)],
+            lambda m: [block.attention.qkv(x, norm=block.attention_norm, layer=at) for block, at in m.blocks()],
         ),
         "write": write,
         "attention": attend,
         "output": products(
-            [(block.attention.out, attended) for block in model.layers],
-            lambda m: [block.attention.out(seen, residual=x) for block in m.layers],
+            lambda block: [(block.attention.out, attended)],
+            lambda m: [block.attention.out(seen, residual=x, layer=at) for block, at in m.blocks()],
         ),
         "mlp": products(
-            [
-                each
-                for block in model.layers
-                for each in ((block.mlp.gate_up, c.hidden_size), (block.mlp.down, c.intermediate_size))
-            ],
-            lambda m: [block.mlp(x, block.mlp_norm, None) for block in m.layers],
+            lambda block: [(block.mlp.gate_up, c.hidden_size), (block.mlp.down, c.intermediate_size)],
+            lambda m: [block.mlp(x, block.mlp_norm, None, at) for block, at in m.blocks()],
         ),
         "head": Part(
             program(lambda m: m.logits(m.norm(last))),
@@ -141,7 +142,7 @@ def _attention_parts(
     c, tokens, backend = loaded.config, shape.tokens, config.attention_backend
     batch, num_blocks = make_batch(shape, config.block_size)
     q, k, v = (values(tokens, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
-    specs = [block.attention.spec for block in merge_params(loaded.graphdef, loaded.params).layers]
+    specs = [block.attention.spec for block, _ in merge_params(loaded.graphdef, loaded.params).blocks()]
     pages = list(init_cache(c, num_blocks, config.block_size, pick_kv_dtype(loaded, config.kv_cache_dtype)))
     token_bytes = sum(array.nbytes for array in jax.tree.leaves(pages[0])) // (num_blocks * config.block_size)
     store = jax.jit(

@@ -106,6 +106,7 @@ def linear(
     residual: jax.Array | None = None,
     gated: bool = False,
     live: jax.Array | None = None,
+    layer: jax.Array | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     instruction_set: str = "",
 ) -> jax.Array:
@@ -122,6 +123,8 @@ def linear(
         residual: [T, N] of the result's dtype, added to the rounded result.
         gated: the result is silu(gate) * factor of the two halves of a gated weight.
         live: i32[]; rows from here on are padding, left out, and 0 in the result. None: all rows count.
+        layer: i32[]; weight, norm and bias have one more axis in front, and this is the index on it that counts. So a
+            loop over layers passes all of them and copies none. An index outside is an error when the program runs.
         dtype: of the result, x's (by default) or float32.
 
     Raises:
@@ -135,16 +138,18 @@ def linear(
         fail("x", f"{x.dtype}{x.shape}", f"[T, K] of {' or '.join(WEIGHT_DTYPES)}")
     if weight.dtype not in (x.dtype, jnp.int8):
         fail("weight", f"{weight.dtype}{weight.shape}", f"{x.dtype} or int8, packed")
-    packed = (panels, count_steps(x.shape[1], weight.dtype), PANEL, v)
+    layers = () if layer is None else weight.shape[:1]
+    packed = (*layers, panels, count_steps(x.shape[1], weight.dtype), PANEL, v)
     if weight.shape != packed:
         fail("weight", f"{weight.dtype}{weight.shape}", f"{weight.dtype}{packed}, packed for x {x.shape}")
     if dtype not in (x.dtype, jnp.float32):
         fail("dtype", dtype, f"{x.dtype} or float32")
     given = {
-        "norm": (norm, (x.shape[1],), x.dtype),
-        "bias": (bias, (features * (2 if gated else 1),), x.dtype),
+        "norm": (norm, (*layers, x.shape[1]), x.dtype),
+        "bias": (bias, (*layers, features * (2 if gated else 1)), x.dtype),
         "residual": (residual, (x.shape[0], features), dtype),
         "live": (None if live is None else live.reshape(1), (1,), jnp.dtype(jnp.int32)),
+        "layer": (None if layer is None else layer.reshape(1), (1,), jnp.dtype(jnp.int32)),
     }
     operands = []
     for name, (operand, shape, wanted) in given.items():

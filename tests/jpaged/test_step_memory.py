@@ -55,7 +55,7 @@ def test_copies_to_and_from_the_host_touch_only_what_they_copy(kv_dtype):
     save = jax.jit(save_blocks).lower(state.cache, state.tables, state.named, places)
     saving = compile_optimised(save).memory_analysis()
     assert saving.output_size_in_bytes < most and saving.temp_size_in_bytes < most
-    content = content_shapes(state.cache)
+    content = content_shapes(state.cache, config.num_blocks)
     load = jax.jit(load_blocks, donate_argnums=(0, 1, 2)).lower(state.cache, state.pool, state.named, names, content)
     loading = compile_optimised(load).memory_analysis()
     assert loading.alias_size_in_bytes > 0.99 * GIGABYTE and loading.temp_size_in_bytes < most

@@ -33,10 +33,12 @@ TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_gene
 
 
 @functools.lru_cache
-def tiny_model(dtype: str = "float32", seed: int = 0, window: int | None = None) -> LoadedModel:
+def tiny_model(dtype: str = "float32", seed: int = 0, window: int | None = None, layers: int = 2) -> LoadedModel:
     """Random weights, large enough that greedy outputs vary."""
     kind = "mistral" if window else "llama"
-    config = ModelConfig.from_hf({**HF_CONFIG, "model_type": kind, "sliding_window": window})
+    config = ModelConfig.from_hf(
+        {**HF_CONFIG, "model_type": kind, "sliding_window": window, "num_hidden_layers": layers}
+    )
     graphdef, shapes = param_shapes(config, jnp.dtype(dtype))
     rng = np.random.default_rng(seed)
 
@@ -56,7 +58,7 @@ def word_tokenizer() -> Tokenizer:
 
 
 def contiguous_attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: None, spec: AttentionSpec
+    q: jax.Array, k: jax.Array, v: jax.Array, rotary: Rotary, cache: None, spec: AttentionSpec, layer: None
 ) -> tuple[jax.Array, None]:
     """Causal attention over one whole sequence, no cache: q [T,Hq,D], k and v [T,Hkv,D]."""
     q, k = rotate(q, rotary), rotate(k, rotary)
@@ -76,8 +78,7 @@ def _forward(loaded_key: tuple[str, int, int | None], length: int):
 
     def run(params: dict, tokens: jax.Array) -> jax.Array:
         model = merge_params(loaded.graphdef, params)
-        layers = (None,) * loaded.config.num_layers
-        hidden, _ = model(tokens, jnp.arange(length), layers, contiguous_attend)
+        hidden, _ = model(tokens, jnp.arange(length), None, contiguous_attend)
         return model.logits(hidden)
 
     return jax.jit(run)

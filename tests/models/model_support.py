@@ -53,7 +53,9 @@ def write_folder(
 def contiguous_attend(start: jax.Array) -> Any:
     """Attention of one sequence over a plain cache (k, v: [S, Hkv, D]), writing from ``start`` on."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec, layer: Any
+    ) -> Any:
         q, k = rotate(q, rotary), rotate(k, rotary)
         keys, values = (jax.lax.dynamic_update_slice(c, x, (start, 0, 0)) for c, x in zip(cache, (k, v), strict=True))
         group = q.shape[1] // k.shape[1]
@@ -102,7 +104,7 @@ def paged_logits(
     @jax.jit
     def run(params: Any, tokens: jax.Array, cache: Any, batch: PagedBatch) -> jax.Array:
         decoder = merge_params(graphdef, params)
-        hidden, _ = decoder(tokens, positions, cache, paged_attend(batch))
+        hidden, _ = decoder(tokens, positions, cache, paged_attend(batch, len(cache[0].k)))
         return decoder.logits(hidden)
 
     cache = init_cache(config, blocks + 1, block_size, kv_dtype)

@@ -46,10 +46,12 @@ def test_products_of_bfloat16_are_asked_for_in_float32(rows: int) -> None:
     def logits(params: Any, tokens: jax.Array) -> jax.Array:
         decoder = merge_params(graphdef, params)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec, layer: Any
+        ) -> Any:
             return q, cache
 
-        hidden, _ = decoder(tokens, tokens, (None,) * config.num_layers, attend)
+        hidden, _ = decoder(tokens, tokens, None, attend)
         assert hidden.dtype == jnp.bfloat16
         return decoder.logits(hidden)
 
@@ -73,15 +75,17 @@ def test_a_stray_token_is_clipped_not_wrapped_into_nan() -> None:
 
 def test_rows_meet_in_attention_only() -> None:
     """NaN in one row (its embedding) stays in that row when attention does not mix them."""
-    config, graphdef, params = support.tiny_model(families.hf_config("qwen2"))
+    _, graphdef, params = support.tiny_model(families.hf_config("qwen2"))
     params = {**params, "embedding": params["embedding"].at[7].set(jnp.nan)}
 
     @jax.jit
     def hidden(params: Any, tokens: jax.Array) -> jax.Array:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec) -> Any:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, rotary: Any, cache: Any, spec: AttentionSpec, layer: Any
+        ) -> Any:
             return q, cache
 
-        return merge_params(graphdef, params)(tokens, jnp.arange(3), (None,) * config.num_layers, attend)[0]
+        return merge_params(graphdef, params)(tokens, jnp.arange(3), None, attend)[0]
 
     rows = hidden(params, jnp.asarray([3, 7, 4]))
     assert np.isnan(rows[1]).all()

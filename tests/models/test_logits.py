@@ -64,7 +64,7 @@ def test_paged_cache_gives_the_same_logits(goldens: Path, family: str) -> None:
     @jax.jit
     def step(params: Any, tokens: jax.Array, positions: jax.Array, cache: Any, batch: PagedBatch) -> Any:
         decoder = merge_params(graphdef, params)
-        hidden, cache = decoder(tokens, positions, cache, paged_attend(batch))
+        hidden, cache = decoder(tokens, positions, cache, paged_attend(batch, len(cache[0].k)))
         return decoder.logits(hidden), cache
 
     def slots(positions: np.ndarray) -> np.ndarray:

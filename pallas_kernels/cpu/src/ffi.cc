@@ -207,18 +207,25 @@ ffi::Error write_kv(ffi::ThreadPool threads, ffi::AnyBuffer k_pages, ffi::AnyBuf
 
 // ---------------------------------------------------------------- products
 
-// Whether a weight has the shape of `parts` packed ones of [n, k] (see kernels.h).
-bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t parts) {
+// Whether a weight ends in the shape of `parts` packed ones of [n, k] (see kernels.h), after `leading` axes.
+bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t parts, size_t leading) {
   const int64_t per_step = type == Type::f32 ? 1 : type == Type::bf16 ? 2 : 4;
   int64_t steps = (k + per_step - 1) / per_step;
   if (type == Type::i8) steps += (steps + kGroup - 1) / kGroup + 1;
   const int64_t wanted[] = {(n + kPanel - 1) / kPanel * parts, steps, kPanel, per_step};
   auto shape = weight.dimensions();
-  return std::equal(shape.begin(), shape.end(), std::begin(wanted), std::end(wanted));
+  if (shape.size() != leading + 4) return false;
+  return std::equal(shape.begin() + leading, shape.end(), std::begin(wanted), std::end(wanted));
+}
+
+// Where one of `layers` equal parts of an operand begins; nullptr if the operand is left out.
+const void* part_of(const ffi::AnyBuffer& operand, int64_t layers, int64_t layer) {
+  if (!operand.element_count()) return nullptr;
+  return static_cast<const char*>(operand.untyped_data()) + operand.size_bytes() / layers * layer;
 }
 
 ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm,
-                    ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> live,
+                    ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::S32> layer,
                     ffi::Result<ffi::AnyBuffer> y, float eps, bool gated, std::string_view set) {
   auto kernels = kernels_for(set);
   if (!kernels) return kernels.error();
@@ -232,17 +239,21 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   JPAGED_CHECK(read_type(y->element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
   JPAGED_CHECK(read_type(weight.element_type(), &a.weight_type));
   JPAGED_CHECK(a.weight_type == a.type || a.weight_type == Type::i8);
-  JPAGED_CHECK(is_packed(weight, a.weight_type, a.n, a.k, gated ? 2 : 1));
+  const size_t stacked = layer.element_count();  // 1: weight, norm and bias are those of many layers
+  JPAGED_CHECK(stacked <= 1 && is_packed(weight, a.weight_type, a.n, a.k, gated ? 2 : 1, stacked));
+  const int64_t layers = stacked ? weight.dimensions()[0] : 1;
+  const int64_t at = stacked ? *layer.typed_data() : 0;
+  JPAGED_CHECK(at >= 0 && at < layers);
   for (const ffi::AnyBuffer* each : {&norm, &bias}) JPAGED_CHECK(each->element_type() == x.element_type());
   JPAGED_CHECK(residual.element_type() == y->element_type());
-  JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == a.k);
-  JPAGED_CHECK(bias.element_count() == 0 || int64_t(bias.element_count()) == a.n * (gated ? 2 : 1));
+  JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == layers * a.k);
+  JPAGED_CHECK(bias.element_count() == 0 || int64_t(bias.element_count()) == layers * a.n * (gated ? 2 : 1));
   JPAGED_CHECK(residual.element_count() == 0 || int64_t(residual.element_count()) == a.rows * a.n);
   a.x = x.untyped_data();
-  a.weight = weight.untyped_data();
-  a.norm = optional_data(norm);
+  a.weight = part_of(weight, layers, at);
+  a.norm = part_of(norm, layers, at);
   a.eps = eps;
-  a.bias = optional_data(bias);
+  a.bias = part_of(bias, layers, at);
   a.residual = optional_data(residual);
   a.gated = gated;
   JPAGED_CHECK(live.element_count() <= 1);
@@ -265,7 +276,7 @@ ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi:
   a.rows = out->dimensions()[0];
   a.k = out->dimensions()[1];
   a.n = rows;
-  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.weight_type, a.n, a.k, 1) && int64_t(ids.element_count()) == a.rows);
+  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.weight_type, a.n, a.k, 1, 0) && int64_t(ids.element_count()) == a.rows);
   a.weight = weight.untyped_data();
   a.ids = ids.typed_data();
   a.out = out->untyped_data();
@@ -335,6 +346,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_linear, multiply,
                                   .Arg<Any>()   // bias
                                   .Arg<Any>()   // residual
                                   .Arg<Ints>()  // live
+                                  .Arg<Ints>()  // layer
                                   .Ret<Any>()   // y
                                   .Attr<float>("eps")
                                   .Attr<bool>("gated")
