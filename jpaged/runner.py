@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jpaged_models import LoadedModel, describe_backend, pack_model, pick_linear_backend, prefer_huge_pages
+from jpaged_models import LoadedModel, describe_backend, pack_model, pick_linear_backend, release_free_memory
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.block_copies import (
@@ -132,7 +132,6 @@ class Runner:
         self.params, self.graphdef = loaded.params, loaded.graphdef
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype), loaded.runs)
-        prefer_huge_pages(jax.tree.leaves(self.state.cache))
         self.content_shapes = content_shapes(self.state.cache, config.num_blocks)
 
     def dispatch(self, schedule: Schedule) -> Dispatched:
@@ -200,6 +199,7 @@ class Runner:
         self.audit()
         if self.store.in_use:
             self._copy_nothing()
+        release_free_memory()
 
     def wait_for_saves(self) -> None:
         """Wait until every block on its way to the host has arrived."""

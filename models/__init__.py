@@ -1,6 +1,6 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
 
-from pallas_kernels import describe_backend, prefer_huge_pages
+from pallas_kernels import describe_backend, release_free_memory
 
 from .cache_blocks import copy_cache_blocks, read_cache_blocks, write_cache_blocks
 from .config import ModelConfig
@@ -43,8 +43,8 @@ __all__ = [
     "paged_attend",
     "param_shapes",
     "pick_linear_backend",
-    "prefer_huge_pages",
     "read_cache_blocks",
+    "release_free_memory",
     "save_checkpoint",
     "write_cache_blocks",
 ]

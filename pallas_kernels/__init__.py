@@ -1,7 +1,7 @@
 """Paged attention: arrays in, arrays out. Knows pages and batches, nothing of models or requests."""
 
 from pallas_kernels.batch import PagedBatch, check_batch
-from pallas_kernels.cpu.library import prefer_huge_pages
+from pallas_kernels.cpu.library import release_free_memory
 from pallas_kernels.dispatch import (
     available_backends,
     copy_blocks,
@@ -26,7 +26,7 @@ __all__ = [
     "init_pages",
     "page_shapes",
     "paged_attention",
-    "prefer_huge_pages",
+    "release_free_memory",
     "rotate",
     "rotate_and_write",
     "storage_dtype",

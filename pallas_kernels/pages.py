@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import LANES, QUANTISED, fail
+from pallas_kernels.cpu.library import make_zeros
 from pallas_kernels.storage import quantise, storage_dtype, to_storage
 
 
@@ -56,7 +57,7 @@ def page_shapes(
 def init_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: jax.typing.DTypeLike) -> KVPages:
     """Zero pages of `num_blocks` blocks, as the default backend's platform stores them; see `page_shapes`."""
     shapes = page_shapes(num_blocks, kv_heads, block_size, head_dim, dtype, jax.default_backend())
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.tree.map(lambda x: make_zeros(x.shape, x.dtype), shapes)
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array) -> KVPages:

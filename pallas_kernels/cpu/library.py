@@ -5,12 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-TARGETS = ("jpaged_cpu_attention", "jpaged_cpu_write_kv", "jpaged_cpu_linear", "jpaged_cpu_take_rows")
+TARGETS = (
+    "jpaged_cpu_attention",
+    "jpaged_cpu_write_kv",
+    "jpaged_cpu_linear",
+    "jpaged_cpu_take_rows",
+    "jpaged_cpu_zeros",
+)
 PATTERN = "_native_*.so"  # named after the version of XLA's interface it was built for
 
 
@@ -55,15 +61,18 @@ def require_library() -> ctypes.CDLL:
     return library
 
 
-def prefer_huge_pages(arrays: Iterable[jax.Array]) -> None:
-    """Ask the system to keep these arrays in huge pages of its memory. It may not follow; elsewhere nothing happens."""
-    library = load_library() if jax.default_backend() == "cpu" else None
-    if library is None:
-        return
-    for array in arrays:
-        library.jpaged_cpu_prefer_huge_pages(
-            ctypes.c_void_p(array.unsafe_buffer_pointer()), ctypes.c_size_t(array.nbytes)
-        )
+def make_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Zeros; with the library on a CPU ones that take memory only as they are written to, in huge pages."""
+    if jax.default_backend() != "cpu" or load_library() is None:
+        return jnp.zeros(shape, dtype)
+    return jax.ffi.ffi_call("jpaged_cpu_zeros", jax.ShapeDtypeStruct(shape, dtype))()
+
+
+def release_free_memory() -> None:
+    """Give the system the free memory that the C library keeps after loading and compiling, where it can."""
+    library = load_library()
+    if library is not None:
+        library.jpaged_cpu_release_free_memory()
 
 
 def instruction_sets() -> tuple[str, ...]:

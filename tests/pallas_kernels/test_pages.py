@@ -193,3 +193,15 @@ def test_rows_without_numbers(name: str) -> None:
     assert (read[0] == 0).all() and np.asarray(pages.v_scales)[1, 0, 0] == 0
     assert not np.isfinite(read[1:3]).any()
     np.testing.assert_allclose(read[3], 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_zeros_are_zeros_where_memory_was_used_before(name: str) -> None:
+    """Megabytes of pages, which the system gives out anew, and a few bytes before and after what it can."""
+    for _ in range(3):
+        pages = init_pages(99, 3, 64, 96, name)
+        assert pages.k.nbytes > 3 << 20 or name == "int8"
+        for array in jax.tree.leaves(pages):
+            assert not np.asarray(array).any()
+        jax.block_until_ready(jax.tree.map(lambda x: jnp.ones_like(x), pages))
+        del pages

@@ -2,9 +2,11 @@
 // set of this processor run on XLA's own threads.
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 
 #if defined(__linux__)
+#include <malloc.h>
 #include <sys/mman.h>
 #endif
 
@@ -284,6 +286,30 @@ ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
+// ---------------------------------------------------------------- memory
+
+// Zeros that take memory only as they are written to, in huge pages where the system has them: the pages of a KV pool are
+// read in random order, and each of the small ones costs a search of the page tables.
+ffi::Error zero(ffi::Result<ffi::AnyBuffer> out) {
+  char* begin = static_cast<char*>(out->untyped_data());
+  char* end = begin + out->size_bytes();
+#if defined(__linux__)
+  constexpr uintptr_t huge = uintptr_t(2) << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + huge - 1) / huge * huge;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(end) / huge * huge;
+  if (first < last) {
+    void* pages = reinterpret_cast<void*>(first);
+    madvise(pages, last - first, MADV_HUGEPAGE);  // only advice
+    if (madvise(pages, last - first, MADV_DONTNEED) == 0) {  // private memory without a file is zeros after that
+      std::memset(begin, 0, first - reinterpret_cast<uintptr_t>(begin));
+      begin = reinterpret_cast<char*>(last);
+    }
+  }
+#endif
+  std::memset(begin, 0, end - begin);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jpaged
 
@@ -293,6 +319,7 @@ using jpaged::attend;
 using jpaged::multiply;
 using jpaged::take;
 using jpaged::write_kv;
+using jpaged::zero;
 
 using Any = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
@@ -361,18 +388,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_take_rows, take,
                                   .Attr<int64_t>("rows")
                                   .Attr<std::string_view>("set"));
 
-// Asks for huge pages under a buffer that is in use. Pages of a KV pool are read in random order, and each of the small
-// ones costs a search of the page tables. Only advice: where the system has none to give, nothing changes.
-extern "C" void jpaged_cpu_prefer_huge_pages(void* data, size_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t huge = uintptr_t(2) << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + huge - 1) / huge * huge;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / huge * huge;
-  if (begin >= end) return;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  madvise(reinterpret_cast<void*>(begin), end - begin, 25);  // MADV_COLLAPSE, Linux 6.1: now, for what is there already
-#else
-  (void)data, (void)bytes;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_zeros, zero, ffi::Ffi::Bind().Ret<Any>());
+
+// Gives the system what free memory the C library keeps.
+extern "C" void jpaged_cpu_release_free_memory() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
 #endif
 }
 
