@@ -76,8 +76,9 @@ def _best_backends() -> dict[str, str]:
 
 def available_backends() -> tuple[str, ...]:
     """Backends that run on the default platform's device, the best first ("auto" is that one). None for tests only."""
+    backends = _best_backends()  # loads the library, which wants to be there before XLA starts its threads
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    best = _best_backends().get(platform)
+    best = backends.get(platform)
     return (best, "xla") if best else ("xla",)
 
 

@@ -39,12 +39,16 @@ def xla_interface() -> tuple[int, int]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library with its targets registered, or None if none fits (no C++ compiler at installation)."""
+    """The library with its targets registered, or None if none fits (no C++ compiler at installation).
+
+    From then on malloc has one arena (glibc): 200 MB less for a server of a small model, and no slower.
+    """
     file = find_library(Path(__file__).parent, xla_interface())
     if file is None:
         return None
     library = ctypes.CDLL(str(file))
     library.jpaged_cpu_set.restype = ctypes.c_char_p
+    library.jpaged_cpu_share_memory_among_threads()
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library

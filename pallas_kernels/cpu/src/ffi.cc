@@ -390,6 +390,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_take_rows, take,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_zeros, zero, ffi::Ffi::Bind().Ret<Any>());
 
+// Has the C library serve all threads from one arena, and large pieces by the system. With an arena for each thread, what
+// the threads that load programs leave behind is never used again.
+extern "C" void jpaged_cpu_share_memory_among_threads() {
+#if defined(__GLIBC__)
+  mallopt(M_ARENA_MAX, 1);
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+#endif
+}
+
 // Gives the system what free memory the C library keeps.
 extern "C" void jpaged_cpu_release_free_memory() {
 #if defined(__GLIBC__)
