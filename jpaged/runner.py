@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -14,7 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jpaged_models import LoadedModel, describe_backend, pack_model, pick_linear_backend, release_free_memory
+from jpaged_models import (
+    LoadedModel,
+    available_backends,
+    describe_backend,
+    pack_model,
+    pick_linear_backend,
+    release_free_memory,
+)
 
 from jpaged.audit import AllocatorError, audit, check
 from jpaged.block_copies import (
@@ -130,6 +138,8 @@ class Runner:
         if linear == "cpu":
             loaded = pack_model(loaded)
         self.params, self.graphdef = loaded.params, loaded.graphdef
+        if attention == "auto":  # decided here: programs for every platform take twice as long to trace
+            config = dataclasses.replace(config, attention_backend=available_backends()[0])
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
         self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype), loaded.runs)
         self.content_shapes = content_shapes(self.state.cache, config.num_blocks)

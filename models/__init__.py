@@ -1,6 +1,6 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
 
-from pallas_kernels import describe_backend, release_free_memory
+from pallas_kernels import available_backends, describe_backend, release_free_memory
 
 from .cache_blocks import copy_cache_blocks, read_cache_blocks, write_cache_blocks
 from .config import ModelConfig
@@ -29,6 +29,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",
+    "available_backends",
     "cache_shapes",
     "check_quantization",
     "contiguous_attend",
