@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -11,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import numpy as np
+from markdown_table import make_table
 
 from jpaged.bench.timing import median_of_turns, seconds
 
@@ -26,11 +29,14 @@ def describe_machine() -> dict[str, Any]:
         model = names[0] if names else model
     device = jax.local_devices()[0]
     return {
-        "jax": jax.__version__,
-        "python": platform.python_version(),
         "cpu": model,
         "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": device.device_kind,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "numpy": np.__version__,
     }
 
 
@@ -64,22 +70,25 @@ def take_turns(runs: Mapping[str, Callable[[], Any]], repeats: int, calls: int =
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A Markdown table; floats with three significant digits."""
-
-    def show(value: Any) -> str:
-        return f"{value:#.3g}".rstrip(".") if isinstance(value, (float, np.floating)) else str(value)
-
-    print("| " + " | ".join(header) + " |")
-    print("|" + "---|" * len(header))
-    for row in rows:
-        print("| " + " | ".join(map(show, row)) + " |")
+    """A Markdown table."""
+    print(make_table(header, rows))
 
 
 def save_json(path: str | None, rows: Any) -> None:
-    """Write rows with the command and the machine they came from; nothing without a path."""
+    """Write rows with the command, the date and the machine they came from; nothing without a path.
+
+    The file is what `make_benchmarks.py` reads: copied to docs/results it becomes a table of docs/benchmarks.md.
+    """
     if path is None:
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", *sys.argv])
-    target.write_text(json.dumps({"command": command, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    # Where files lie is this machine's business.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    found = {
+        "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "rows": rows,
+    }
+    target.write_text(json.dumps(found, indent=1, default=float) + "\n")
