@@ -77,7 +77,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 def save_json(path: str | None, rows: Any) -> None:
     """Write rows with the command, the date and the machine they came from; nothing without a path.
 
-    The file is what `make_benchmarks.py` reads: copied to docs/results it becomes a table of docs/benchmarks.md.
+    The file is what `make_benchmarks.py` reads: in docs/results/benchmarks it becomes a table of docs/benchmarks.md.
     """
     if path is None:
         return

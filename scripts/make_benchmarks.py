@@ -1,8 +1,8 @@
-"""Write docs/benchmarks.md from the measurements in docs/results and the text around them.
+"""Write docs/benchmarks.md from the measurements in docs/results/benchmarks and the text around them.
 
     python scripts/make_benchmarks.py            # --check: only say whether the page is up to date
 
-A measurement is a file docs/results/NAME.json, as every benchmark here writes it with --json FILE:
+A measurement is a file docs/results/benchmarks/NAME.json, as every benchmark here writes it with --json FILE:
 
     {
      "command": "python scripts/bench_step.py --batch 8 32",      one, or several with newlines between
@@ -12,7 +12,7 @@ A measurement is a file docs/results/NAME.json, as every benchmark here writes i
      "note": "..."                                                 optional: a sentence under the table
     }
 
-The text is docs/results/page.md. In it
+The text is page.md beside them. In it
 
     {{table NAME}}                        is the command, the table, the machine and the date,
     {{table NAME | dtype | paged ms = ms}}  the same with these columns only, the last under another heading,
@@ -20,8 +20,8 @@ The text is docs/results/page.md. In it
     {{NAME: column}}                      a value within a sentence, from a file of one row,
     {{machines}}                          the list of machines that the tables name by letters.
 
-So a new measurement in place of an old one: run the benchmark with --json docs/results/NAME.json, then this script. A
-new file that page.md does not name gets a section of its own at the page's end, until somebody writes a better one.
+So a new measurement in place of an old one: run the benchmark with --json docs/results/benchmarks/NAME.json, then this
+script. A new file that page.md does not name gets a section of its own at the page's end, until it has a better place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 from markdown_table import make_table, show
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-MADE = "<!-- Made by scripts/make_benchmarks.py from docs/results: change those, then run it. -->\n"
+MADE = "<!-- Made by scripts/make_benchmarks.py from docs/results/benchmarks: change those, then run it. -->\n"
 NAMES = {"jax": "JAX", "numpy": "NumPy", "python": "Python"}  # as people write them
 PLAIN = ("cpu", "device")  # of a machine: the value says it all
 
@@ -83,7 +83,7 @@ class Page:
 
     def _get(self, name: str) -> dict[str, Any]:
         if name not in self.results:
-            raise ValueError(f"there is no docs/results/{name}.json")
+            raise ValueError(f"there is no docs/results/benchmarks/{name}.json")
         self.used.add(name)
         return self.results[name]
 
@@ -127,11 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 if the page is old")
     args = parser.parse_args()
-    page, target = make_page(DOCS / "results"), DOCS / "benchmarks.md"
+    page, target = make_page(DOCS / "results" / "benchmarks"), DOCS / "benchmarks.md"
     if not args.check:
         target.write_text(page, encoding="utf-8")
     elif target.read_text(encoding="utf-8") != page:
-        sys.exit("docs/benchmarks.md is not what docs/results says: run python scripts/make_benchmarks.py")
+        sys.exit("docs/benchmarks.md is not what docs/results/benchmarks says: run python scripts/make_benchmarks.py")
 
 
 if __name__ == "__main__":

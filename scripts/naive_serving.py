@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jpaged_models import KVPages, LoadedModel, init_cache, merge_params, paged_attend
+from jpaged_models import Attend, KVPages, LoadedModel, init_cache, merge_params, paged_attend
 
 from jpaged.memory import pick_kv_dtype
 from pallas_kernels import PagedBatch
@@ -60,7 +60,7 @@ class NaiveServer:
     def __init__(self, loaded: LoadedModel, batch: int, max_len: int) -> None:
         self.loaded, self.batch, self.max_len = loaded, batch, max_len
         # Block 0 is nobody's: what is padding is written there.
-        self.cache = init_cache(loaded.config, batch + 1, max_len, pick_kv_dtype(loaded, "auto"))
+        self.cache = init_cache(loaded.config, batch + 1, max_len, pick_kv_dtype(loaded, "auto"), loaded.runs)
         self.columns = max(PREFILL_TOKENS // batch, 1)
         self.prefill = jax.jit(self._prefill, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
@@ -107,6 +107,9 @@ class NaiveServer:
         served.count(steps, (busy * (prompts[: len(jobs)] + done)).sum(), steps * reserved, busy.sum())
         return np.concatenate([np.asarray(token)[None], np.asarray(rest)[:steps]])
 
+    def _attend(self, batch: PagedBatch) -> Attend:
+        return paged_attend(batch, self.batch + 1)
+
     def _prefill(
         self,
         params: Any,
@@ -130,7 +133,7 @@ class NaiveServer:
             num_decode=jnp.int32(0),
         )
         model = merge_params(self.loaded.graphdef, params)
-        hidden, cache = model(tokens, jnp.where(valid, position, 0), cache, paged_attend(batch), live=rows * width)
+        hidden, cache = model(tokens, jnp.where(valid, position, 0), cache, self._attend(batch), live=rows * width)
         last = prompts - 1 - start
         ends = (last >= 0) & (last < width)
         hidden = hidden.at[jnp.arange(rows) * width + jnp.where(ends, last, 0)].get(mode="clip")
@@ -154,7 +157,7 @@ class NaiveServer:
             batch = PagedBatch(
                 block_tables=row[:, None] + 1, kv_lengths=lengths + 1, write_slots=(row + 1) * self.max_len + lengths
             )
-            hidden, cache = model(token, lengths, cache, paged_attend(batch))
+            hidden, cache = model(token, lengths, cache, self._attend(batch))
             token = jnp.argmax(model.logits(hidden), axis=1).astype(jnp.int32)
             return cache, token, jnp.where(step + 1 < left, lengths + 1, lengths), out.at[step].set(token)
 
