@@ -42,6 +42,7 @@ ENGINE = (
     "swap_space",
     "seed",
     "memory_fraction",
+    "tensor_parallel_size",
     "enable_prefix_caching",
     "scheduling_policy",
     "decode_steps",
@@ -92,6 +93,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="share of the device's memory to use (default: 0.9, on CPU at most 4 GiB for KV blocks)",
     )
+    add("--tensor-parallel-size", type=int, metavar="N", help="devices to divide the model among (default: 1)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -29,6 +29,7 @@ class EngineConfig:
     watermark               share of the pool that admission leaves free for running sequences to grow into
     async_scheduling        plan a step while the previous one runs
     attention_backend       what reads and writes the pages: "auto" or a name of pallas_kernels' backends
+    tensor_parallel_size    devices that the model and its KV heads are divided among (see models/split.py)
     linear_backend          products: "cpu" (packed weights, the native kernels), "xla" or "auto"
     free_padding            rows that are padding cost nothing (packed weights, see models/packing.py): fewer sizes are
                             compiled, and no step is cut down to fill one
@@ -68,6 +69,7 @@ class EngineConfig:
     prefix_cache_disk_bytes: int = 16 << 30
     attention_backend: str = "auto"
     linear_backend: str = "auto"
+    tensor_parallel_size: int = 1
     free_padding: bool = False
     kv_cache_dtype: str = "auto"
     window: int | None = None
@@ -87,6 +89,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "decode_steps",
+            "tensor_parallel_size",
             "max_stop_ids",
             "max_logprobs",
             "max_logit_bias",

@@ -17,6 +17,7 @@ from jpaged_models import CONTIGUOUS_TILE, contiguous_attend, merge_params
 
 from jpaged.config import grow_sizes, pick_bucket
 from jpaged.engine import Engine
+from jpaged.parallel import PARAMS, SAME, on_all
 
 POOLINGS = ("mean", "last")
 GROWTH = 4  # from one length that programs are compiled for to the next
@@ -35,7 +36,8 @@ class Embedder:
         self.size = engine.model.hidden_size
         last = -(-self.max_tokens // CONTIGUOUS_TILE) * CONTIGUOUS_TILE
         self.buckets = grow_sizes(CONTIGUOUS_TILE, last, GROWTH)
-        self.program = jax.jit(functools.partial(pool_hidden, engine.runner.graphdef))
+        run = functools.partial(pool_hidden, engine.runner.graphdef)
+        self.program = jax.jit(on_all(run, engine.runner.mesh, (PARAMS, SAME, SAME, SAME), SAME))
 
     def embed(self, token_ids: Sequence[int]) -> np.ndarray:
         """f32[H] of length 1. The ids must have been checked: 1 to `max_tokens` of them, each in the vocabulary."""

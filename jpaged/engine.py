@@ -314,6 +314,7 @@ class Engine:
             self.runner.count_blocks(),
             prefix,
             backends=self.runner.backends,
+            devices=self.config.tensor_parallel_size,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions,

@@ -76,6 +76,7 @@ class LLM:
     scheduling_policy       who is served first: "fcfs", "priority", "fair" or an object (see jpaged/policies.py)
     eviction_policy         which cached block goes first: an object (see EvictionPolicy in jpaged/prefix_index.py); by
                             default the least recently used
+    tensor_parallel_size    devices to divide the model among; memory_fraction and kv_cache_memory_bytes are of each
     max_logprobs, max_logit_bias, max_bad_words, max_bad_word_tokens
                             the most a request may ask for, see EngineConfig
     logits_processor        a function of your own on the logits of requests that give extra_args, see EngineConfig
@@ -116,6 +117,7 @@ class LLM:
         eviction_policy: EvictionPolicy | None = None,
         attention_backend: str = "auto",
         linear_backend: str = "auto",
+        tensor_parallel_size: int = 1,
         max_logprobs: int = 20,
         max_logit_bias: int = 512,
         max_bad_words: int = 64,
@@ -128,10 +130,13 @@ class LLM:
     ) -> None:
         if isinstance(model, LoadedModel):
             _check_loaded(model, dtype, tokenizer)
-        linear = pick_linear_backend(linear_backend)
+        linear = pick_linear_backend(linear_backend, tensor_parallel_size)
         check_quantization(quantization, linear)
         enable_compilation_cache(compilation_cache_dir)
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, tokenizer)
+        if isinstance(model, LoadedModel):
+            self.loaded = model.split(tensor_parallel_size)
+        else:
+            self.loaded = load_model(model, dtype, tokenizer, tensor_parallel_size=tensor_parallel_size)
         self.tokenizer = self.loaded.tokenizer
         on_cpu = jax.default_backend() == "cpu"
         max_num_seqs = max_num_seqs if max_num_seqs is not None else (32 if on_cpu else 256)
@@ -146,6 +151,7 @@ class LLM:
             num_blocks=num_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             memory_fraction=memory_fraction,
+            devices=tensor_parallel_size,
         )
         self.config = EngineConfig(
             num_blocks=num_blocks,
@@ -165,6 +171,7 @@ class LLM:
             prefix_cache_disk_bytes=prefix_cache_disk_bytes,
             attention_backend=attention_backend,
             linear_backend=linear_backend,
+            tensor_parallel_size=tensor_parallel_size,
             max_logprobs=max_logprobs,
             max_logit_bias=max_logit_bias,
             max_bad_words=max_bad_words,

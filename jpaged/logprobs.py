@@ -35,8 +35,8 @@ def pack_records(logits: jax.Array, tokens: jax.Array, size: int) -> jax.Array:
     total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")
     rank = 1 + jnp.sum(logits > own, axis=1, keepdims=True, dtype=jnp.int32)
-    # The barrier keeps XLA:CPU from turning top_k into a sort of the vocabulary.
-    values, ids = lax.optimization_barrier(lax.top_k(logits, (size - 2) // 2))
+    # The barriers keep XLA:CPU from turning top_k into a sort of the vocabulary (one for each: see `_candidates`).
+    values, ids = map(lax.optimization_barrier, lax.top_k(logits, (size - 2) // 2))
 
     def bits(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x - total, jnp.int32)

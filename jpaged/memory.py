@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jpaged_models import LoadedModel, ModelConfig, init_cache
+from jpaged_models import LoadedModel, ModelConfig, init_cache, repeat_kv_heads
 
 from jpaged.config import EngineConfig, check_kv_cache_dtype
 from jpaged.control_rows import counts_dtype
@@ -27,16 +27,19 @@ def pick_kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> str:
     return loaded.dtype.name if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
-def block_bytes(model: ModelConfig, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one block over all layers, keys and values, with their scales if they are quantised."""
-    block = jax.eval_shape(lambda: init_cache(model, 1, block_size, kv_dtype))
+def block_bytes(model: ModelConfig, block_size: int, kv_dtype: str, devices: int = 1) -> int:
+    """Bytes of one block over all layers, keys and values, with their scales if they are quantised.
+
+    devices: among which KV heads are divided; the bytes are those of all of them together.
+    """
+    block = jax.eval_shape(lambda: init_cache(repeat_kv_heads(model, devices), 1, block_size, kv_dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(block))
 
 
 def make_store(loaded: LoadedModel, config: EngineConfig, model_key: bytes) -> HostStore:
     """What keeps blocks off the device, as the configuration says. Raises ValueError for a folder that is unusable."""
     kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
-    size = block_bytes(loaded.config, config.block_size, kv_dtype)
+    size = block_bytes(loaded.config, config.block_size, kv_dtype, config.tensor_parallel_size)
     disk = None
     if config.prefix_cache_dir is not None:
         stored = jax.eval_shape(lambda: init_cache(loaded.config, 1, config.block_size, kv_dtype))[0].k.dtype
@@ -80,12 +83,14 @@ def pick_num_blocks(
     num_blocks: int | None,
     kv_cache_memory_bytes: int | None,
     memory_fraction: float,
+    devices: int = 1,
 ) -> tuple[int, int]:
     """(num_blocks, max_model_len).
 
     num_blocks: as given, else what kv_cache_memory_bytes holds, else what is left of memory_fraction of the device's
     memory (the weights are on it already), but never more than max_num_seqs sequences of max_model_len can fill.
     max_model_len: as given, else the model's limit, or what the pool holds where that is less.
+    devices: among which the model is divided; memory is that of each.
     Raises ValueError for values out of range.
     """
     if not 0.0 < memory_fraction <= 1.0:
@@ -102,7 +107,7 @@ def pick_num_blocks(
     limit = model.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(f"max_model_len={max_model_len} is more than the {limit} positions the model was made for")
-    per_block = block_bytes(model, block_size, kv_dtype)
+    per_block = block_bytes(model, block_size, kv_dtype, devices) // devices
     if num_blocks is None:
         useful = max_num_seqs * -(-(max_model_len or limit) // block_size) + 1
         if kv_cache_memory_bytes is not None:
@@ -110,7 +115,7 @@ def pick_num_blocks(
         else:
             # Besides KV, the engine keeps a count for each token of the vocabulary in each slot (see `Controls`).
             counts = max_num_seqs * model.vocab_size * counts_dtype(max_model_len or limit).itemsize
-            affordable = (_free_bytes(memory_fraction) - counts) // per_block
+            affordable = (_free_bytes(memory_fraction, devices) - counts) // per_block
         num_blocks = int(min(useful, max(affordable, 0)))
         if num_blocks < 2:
             raise ValueError(
@@ -121,11 +126,11 @@ def pick_num_blocks(
     return num_blocks, max_model_len or min(limit, capacity)
 
 
-def _free_bytes(memory_fraction: float) -> int:
-    """Bytes that may still be taken on the first device."""
+def _free_bytes(memory_fraction: float, devices: int) -> int:
+    """Bytes that may still be taken on the first device; a CPU that is several has one memory for all."""
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return max(0, int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"])
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(available * memory_fraction), CPU_KV_BYTES)
+    return min(int(available * memory_fraction), CPU_KV_BYTES) // devices

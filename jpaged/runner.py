@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jpaged_models import (
     LoadedModel,
+    ModelConfig,
     available_backends,
     describe_backend,
     pack_model,
     pick_linear_backend,
     release_free_memory,
+    repeat_kv_heads,
 )
 
 from jpaged.audit import AllocatorError, audit, check
@@ -38,11 +41,12 @@ from jpaged.control_rows import CONTROL_ROW, empty_row, make_row
 from jpaged.controls import Controls, write_controls, write_masks
 from jpaged.logprobs import record_size
 from jpaged.memory import pick_kv_dtype
+from jpaged.parallel import CACHE, CONTENT, PARAMS, SAME, STATE, on_all, state_shardings
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.schedule import Load, PrefillChunk, Save, Schedule
-from jpaged.state import count_blocks, init_state
+from jpaged.state import EngineState, count_blocks, init_state
 from jpaged.stats import BlockCounts
 from jpaged.step import Records, StepResult, StepSpec, decode_loop, mixed_step, unpack_result
 from jpaged.tiers import HostStore, StoredBlock
@@ -85,13 +89,16 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def build_program(step: Callable[..., tuple], spec: StepSpec) -> Any:
+def build_program(step: Callable[..., tuple], spec: StepSpec, mesh: Mesh | None) -> Any:
     """A jitted step, not yet compiled. Kept, so that engines of the same shape share what is compiled."""
-    return jax.jit(functools.partial(step, spec), donate_argnums=1)
+    run = on_all(functools.partial(step, spec), mesh, (PARAMS, STATE, SAME), (STATE, SAME, SAME))
+    return jax.jit(run, donate_argnums=1)
 
 
-def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int) -> Programs:
-    """The programs an engine of this configuration can need."""
+def build_programs(
+    graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, mesh: Mesh | None = None
+) -> Programs:
+    """The programs an engine of this configuration can need; `mesh`: the devices its model is divided among."""
 
     size = record_size(config.max_logprobs, vocab_size)
 
@@ -101,24 +108,43 @@ def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int
         spec = StepSpec(
             graphdef, layout, config.block_size, steps, config.attention_backend, size, config.logits_processor
         )
-        return layout, build_program(step, spec)
+        return layout, build_program(step, spec, mesh)
 
     return Programs(
         decode={rows: build(decode_loop, rows, 0) for rows in config.decode_buckets},
         mixed={t: build(mixed_step, min(t, config.decode_buckets[-1]), t) for t in config.token_buckets},
-        count_blocks=build_once(count_blocks, block_size=config.block_size),
-        audit=build_once(audit, block_size=config.block_size, slides=config.window is not None),
-        write_controls=build_once(write_controls, (0,)),
-        write_masks=build_once(write_masks, (0,)),
-        save_blocks=build_once(save_blocks),
-        load_blocks=build_once(load_blocks, (0, 1, 2)),
+        count_blocks=build_once(count_blocks, mesh, block_size=config.block_size),
+        audit=build_once(audit, mesh, block_size=config.block_size, slides=config.window is not None),
+        write_controls=build_once(write_controls, mesh, (0,)),
+        write_masks=build_once(write_masks, mesh, (0,)),
+        save_blocks=build_once(save_blocks, mesh, specs=((CACHE, SAME, SAME, SAME), CONTENT)),
+        load_blocks=build_once(
+            load_blocks, mesh, (0, 1, 2), specs=((CACHE, SAME, SAME, SAME, CONTENT), (CACHE, SAME, SAME, SAME))
+        ),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def build_once(function: Callable[..., Any], donated: tuple[int, ...] = (), **static: Any) -> Program:
-    """A jitted function with its static arguments, shared by engines as `build_program`'s are."""
-    return jax.jit(functools.partial(function, **static), donate_argnums=donated)
+def build_once(
+    function: Callable[..., Any],
+    mesh: Mesh | None = None,
+    donated: tuple[int, ...] = (),
+    specs: tuple[Any, Any] = (SAME, SAME),
+    **static: Any,
+) -> Program:
+    """A jitted function with its static arguments, shared by engines as `build_program`'s are.
+
+    specs: of its arguments and results, where the model is divided.
+    """
+    return jax.jit(on_all(functools.partial(function, **static), mesh, *specs), donate_argnums=donated)
+
+
+def make_state(
+    model: ModelConfig, config: EngineConfig, kv_dtype: str, runs: Sequence[int] | None, mesh: Mesh | None
+) -> EngineState:
+    """A fresh state; on a mesh each device makes its own part."""
+    make = functools.partial(init_state, repeat_kv_heads(model, config.tensor_parallel_size), config, kv_dtype, runs)
+    return make() if mesh is None else jax.jit(make, out_shardings=state_shardings(mesh, jax.eval_shape(make)))()
 
 
 class Runner:
@@ -130,18 +156,23 @@ class Runner:
         self.saving: deque[Saving] = deque()
         self.num_saved = 0  # programs that saved blocks and were waited for
         self.vocab_size = loaded.config.vocab_size
-        linear = pick_linear_backend(config.linear_backend)
+        devices = config.tensor_parallel_size
+        linear = pick_linear_backend(config.linear_backend, devices)
         attention = config.attention_backend
         products = linear if loaded.quantization is None else f"{linear}, {loaded.quantization}"
         self.backends = (describe_backend() if attention == "auto" else attention, products)
-        log.info("attention by %s, products by %s", *self.backends)
+        over = "" if devices == 1 else f", on {devices} devices"
+        log.info("attention by %s, products by %s%s", *self.backends, over)
+        loaded = loaded.split(devices)
         if linear == "cpu":
             loaded = pack_model(loaded)
         self.params, self.graphdef = loaded.params, loaded.graphdef
         if attention == "auto":  # decided here: programs for every platform take twice as long to trace
             config = dataclasses.replace(config, attention_backend=available_backends()[0])
-        self.programs = build_programs(loaded.graphdef, config, self.vocab_size)
-        self.state = init_state(loaded.config, config, pick_kv_dtype(loaded, config.kv_cache_dtype), loaded.runs)
+        self.mesh = loaded.mesh
+        self.programs = build_programs(loaded.graphdef, config, self.vocab_size, self.mesh)
+        kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
+        self.state = make_state(loaded.config, config, kv_dtype, loaded.runs, self.mesh)
         self.content_shapes = content_shapes(self.state.cache, config.num_blocks)
 
     def dispatch(self, schedule: Schedule) -> Dispatched:

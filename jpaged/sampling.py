@@ -205,9 +205,9 @@ def _candidates(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     They are the _CANDIDATE_COLUMNS columns with the highest maxima of the vocabulary laid out as a matrix.
     """
     matrix = _as_matrix(weights)
-    # The barrier keeps XLA:CPU from turning top_k into a sort, which it does when it sees the results sliced.
-    top = lax.top_k(jnp.max(matrix, axis=1), _CANDIDATE_COLUMNS)
-    maxima, columns = lax.optimization_barrier(top)
+    # The barriers keep XLA:CPU from turning top_k into a sort, which it does when it sees the results sliced. One for
+    # each: a barrier of both is more than it can take in a program for several devices.
+    maxima, columns = map(lax.optimization_barrier, lax.top_k(jnp.max(matrix, axis=1), _CANDIDATE_COLUMNS))
     values = jnp.take_along_axis(matrix, columns[:, None, :], axis=2, mode="promise_in_bounds")
     return values.reshape(weights.shape[0], -1), maxima[:, -1]
 

@@ -92,6 +92,7 @@ class EngineStats:
 
     attention_backend: str  # what reads the pages, as `jpaged version` says it
     linear_backend: str  # what multiplies: "cpu" (packed weights, native kernels), "cpu, int8" or "xla"
+    tensor_parallel_size: int  # devices
     blocks: BlockStats
     block_size: int
     kv_tokens: int
@@ -191,6 +192,7 @@ class StatsCollector:
         prefix: PrefixCacheStats,
         *,
         backends: tuple[str, str],
+        devices: int,
         running: int,
         waiting: int,
         preemptions: int,
@@ -205,6 +207,7 @@ class StatsCollector:
         return EngineStats(
             attention_backend=attention,
             linear_backend=linear,
+            tensor_parallel_size=devices,
             blocks=self.by_state(counts),
             block_size=self.block_size,
             kv_tokens=counts.tokens,

@@ -14,6 +14,14 @@ from .orbax_checkpoint import save_checkpoint
 from .packing import LINEAR_BACKENDS, QUANTIZATIONS, check_quantization, pack_model, pick_linear_backend
 from .paged import KVPages, cache_shapes, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
+from .split import (
+    check_split,
+    make_mesh,
+    param_spec,
+    repeat_kv_heads,
+    split_of,
+    whole_shapes,
+)
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -31,6 +39,7 @@ __all__ = [
     "Tokenizer",
     "available_backends",
     "cache_shapes",
+    "check_split",
     "check_quantization",
     "contiguous_attend",
     "copy_cache_blocks",
@@ -39,13 +48,18 @@ __all__ = [
     "init_cache",
     "load_model",
     "load_tokenizer",
+    "make_mesh",
     "merge_params",
     "pack_model",
     "paged_attend",
     "param_shapes",
+    "param_spec",
     "pick_linear_backend",
     "read_cache_blocks",
     "release_free_memory",
+    "repeat_kv_heads",
     "save_checkpoint",
+    "split_of",
+    "whole_shapes",
     "write_cache_blocks",
 ]

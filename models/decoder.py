@@ -21,9 +21,10 @@ from jax import lax
 from pallas_kernels import AttentionSpec
 
 from .config import ModelConfig
-from .layers import GatedLinear, Linear, RMSNorm, is_packed, multiply_head, take_rows
+from .layers import GatedLinear, Linear, RMSNorm, is_packed, multiply_head, take_rows, take_split_rows
 from .rope import rotary_table
 from .runs import find_runs, list_windows
+from .split import Split
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, f32[T, D/2]
 Layer = jax.Array | None  # i32[], the layer's place in its run; None for a run of one
@@ -33,12 +34,13 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Rotary, Any, AttentionSpec, 
 
 
 class Attention(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None, axis: str | None):
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.spec = AttentionSpec(scale=c.head_dim**-0.5, window=window)
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv = Linear(c.hidden_size, fused, bias=c.qkv_bias, dtype=dtype)  # outputs: all q, all k, all v
-        self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.attention_out_bias, dtype=dtype)
+        wide = c.num_heads * c.head_dim
+        self.out = Linear(wide, c.hidden_size, bias=c.attention_out_bias, dtype=dtype, axis=axis)
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) if c.qk_norm else None
 
@@ -64,9 +66,9 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, axis: str | None):
         self.gate_up = GatedLinear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
-        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype, axis=axis)
 
     def __call__(self, x: jax.Array, norm: RMSNorm, live: jax.Array | None, layer: Layer) -> jax.Array:
         """x + mlp(norm(x)), [T, H]."""
@@ -75,11 +77,11 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, window: int | None, axis: str | None):
         self.attention_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(c, dtype, window)
+        self.attention = Attention(c, dtype, window, axis)
         self.mlp_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
-        self.mlp = Mlp(c, dtype)
+        self.mlp = Mlp(c, dtype, axis)
 
     def __call__(
         self, x: jax.Array, rotary: Rotary, cache: Any, attend: Attend, live: jax.Array | None, layer: Layer
@@ -93,16 +95,24 @@ class Decoder(nnx.Module):
 
     A new one holds zeros; ``params.abstract_decoder`` makes one without memory, ``load`` fills it. ``layers`` has one
     block for each of ``runs`` (default: one a layer); a block that stands for more is made for one layer, and the
-    parameters that it is given have an axis more.
+    parameters that it is given have an axis more. With ``split`` it is one device's part, to be run inside a
+    ``shard_map``; ``config`` is always the whole model's.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.float32, runs: Sequence[int] | None = None):
-        c = config
-        self.config = c
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype = jnp.float32,
+        runs: Sequence[int] | None = None,
+        split: Split | None = None,
+    ):
+        c = config if split is None else split.part(config)
+        self.config = config
+        self.axis = axis = None if split is None else split.axis
         self.runs = find_runs(c, stacked=False) if runs is None else tuple(runs)
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), dtype))
         windows = list_windows(c)
-        self.layers = nnx.List([Block(c, dtype, windows[sum(self.runs[:run])]) for run in range(len(self.runs))])
+        self.layers = nnx.List([Block(c, dtype, windows[sum(self.runs[:run])], axis) for run in range(len(self.runs))])
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=dtype)
         self.head = head
@@ -122,7 +132,10 @@ class Decoder(nnx.Module):
         from there on are padding, whose results are unspecified; packed weights make their products free.
         """
         c, dtype = self.config, self.norm.weight[...].dtype  # of activations; a packed embedding may be int8
-        x = take_rows(self.embedding[...], tokens, c.vocab_size, c.hidden_size, dtype)  # [T, H]
+        if self.axis is None:
+            x = take_rows(self.embedding[...], tokens, c.vocab_size, c.hidden_size, dtype)  # [T, H]
+        else:
+            x = take_split_rows(self.embedding[...], tokens, c.vocab_size, self.axis)
         # The barrier: or XLA computes sines and cosines again in every layer that uses them.
         rotary = lax.optimization_barrier(rotary_table(c.rope, c.head_dim, positions))
         updated = []
@@ -147,7 +160,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
         """hidden [R, H] -> f32[R, V]; rows from ``live`` i32[] on are unspecified."""
         weight = self.embedding[...] if self.head is None else self.head.weight[...]
-        return multiply_head(hidden, weight, self.config.vocab_size, live)
+        if self.axis is None:
+            return multiply_head(hidden, weight, self.config.vocab_size, live)
+        part = multiply_head(hidden, weight, weight.shape[0], live)
+        return lax.all_gather(part, self.axis, axis=1, tiled=True)[:, : self.config.vocab_size]
 
     @property
     def skips_padding(self) -> bool:

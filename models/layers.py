@@ -68,6 +68,13 @@ def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int, dtype
     )
 
 
+def take_split_rows(table: jax.Array, ids: jax.Array, vocab: int, axis: str) -> jax.Array:
+    """The same from a table [V, H] whose rows are divided among the devices of a mesh axis; this one's [V / n, H]."""
+    own = jnp.clip(ids, 0, vocab - 1) - lax.axis_index(axis) * table.shape[0]
+    rows = take_rows(table, own, vocab, table.shape[1], table.dtype)
+    return lax.psum(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], rows, 0), axis)
+
+
 def _take_rows_as_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
     table, ids = lax.optimization_barrier((table, ids))
     rows = lax.bitcast_convert_type(table, jnp.uint16).at[ids].get(mode="clip")
@@ -93,13 +100,15 @@ class Linear(nnx.Module):
     """y [T, out] = x [T, in] times weight [out, in] transposed (+ bias), in x's dtype.
 
     The weight may be packed for the native CPU kernels (``packing``), which do in one pass over x what is otherwise a
-    chain of operations.
+    chain of operations. With ``axis`` each device of a mesh axis has a part of the inputs, and results are added up.
     """
 
     gated = False
 
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype):
-        self.features = features_out
+    def __init__(
+        self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype, axis: str | None = None
+    ):
+        self.features, self.axis = features_out, axis
         self.weight = nnx.Param(jnp.zeros((self.rows, features_in), dtype))
         self.bias = nnx.Param(jnp.zeros((self.rows,), dtype)) if bias else None
 
@@ -140,6 +149,9 @@ class Linear(nnx.Module):
         return y if residual is None else residual + y
 
     def multiply(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        if self.axis is not None:  # in x's dtype: what travels between devices is what a large step waits for
+            y = lax.psum(matmul(x, weight, x.dtype), self.axis)
+            return y if bias is None else y + bias
         if bias is None:
             return matmul(x, weight, x.dtype)
         return (matmul(x, weight) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -1,13 +1,13 @@
 """One call from a name to a model: a Hugging Face folder or hub id, a GGUF file, or our own checkpoint."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh
 
 from . import hub, orbax_checkpoint
 from .config import ModelConfig
@@ -17,12 +17,12 @@ from .gguf_file import GgufFile
 from .gguf_loader import GgufSource, gguf_config, gguf_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .jsonfile import read_object
-from .params import abstract_decoder
+from .layers import is_packed
+from .params import abstract_decoder, param_shapes
 from .safetensors_loader import SafetensorsSource
+from .split import check_split, make_mesh, put_param, split_of
 from .tokenizer import Tokenizer
 from .weights import DTYPES, load_params
-
-Shardings = Mapping[str, Sharding] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
     runs: tuple[int, ...] | None = None  # layers of each run (see runs.py); None: each layer by itself
+    mesh: Mesh | None = None  # the devices among which it is divided; None: all on one
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -51,8 +52,26 @@ class LoadedModel:
         config = self.config.with_max_length(max_model_len)
         if config == self.config:
             return self
-        graphdef = nnx.graphdef(abstract_decoder(config, self.dtype, self.runs))
+        graphdef = nnx.graphdef(abstract_decoder(config, self.dtype, self.runs, split_of(self.mesh)))
         return dataclasses.replace(self, config=config, graphdef=graphdef)
+
+    def split(self, devices: int) -> "LoadedModel":
+        """The same model divided among so many devices; one that is so already is returned as it is.
+
+        Raises ValueError if it cannot be.
+        """
+        if self.mesh is not None or devices == 1:
+            found = 1 if self.mesh is None else self.mesh.size
+            if found != devices:
+                raise ValueError(f"tensor_parallel_size={devices}, but the model is divided among {found} devices")
+            return self
+        if is_packed(self.params["embedding"]):
+            raise ValueError(f"tensor_parallel_size={devices} needs weights that are not packed for the CPU's kernels")
+        check_split(self.config, devices)
+        mesh = make_mesh(devices)
+        graphdef, _ = param_shapes(self.config, self.dtype, split_of(mesh))
+        params = {name: put_param(name, np.asarray(x), self.config, mesh) for name, x in self.params.items()}
+        return dataclasses.replace(self, graphdef=graphdef, params=params, mesh=mesh)
 
 
 def load_model(
@@ -60,25 +79,26 @@ def load_model(
     dtype: str = "auto",
     tokenizer: str | Path | Tokenizer | None = None,
     *,
-    shardings: Shardings = None,
+    tensor_parallel_size: int = 1,
 ) -> LoadedModel:
     """Load a model from a folder, a ``.gguf`` file, a checkpoint written by ``save_checkpoint``, or a hub id.
 
     ``dtype``: "auto" (as stored; float16 and quantised weights become bfloat16), "float32" or "bfloat16".
     ``tokenizer``: another folder, ``.gguf`` file, hub id or ``Tokenizer`` to use in place of the model's own.
-    ``shardings``: where to put the parameters it names, by their names in ``params``; default: one device.
+    ``tensor_parallel_size``: among how many devices to divide the model (see ``split``).
     Raises ``ValueError`` (``ConfigError``, ``CheckpointError``) saying what is wrong with the checkpoint.
     The tokenizer is None if the model has none and none is given.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
+    mesh = None if tensor_parallel_size == 1 else make_mesh(tensor_parallel_size)
     path = resolve(path_or_id)
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if path.is_file():
-        return _load_gguf(path, dtype, given, shardings)
+        return _load_gguf(path, dtype, given, mesh)
     if orbax_checkpoint.is_checkpoint(path):
-        return _load_orbax(path, dtype, given, shardings)
-    return _load_folder(path, dtype, given, shardings)
+        return _load_orbax(path, dtype, given, mesh)
+    return _load_folder(path, dtype, given, mesh)
 
 
 def load_tokenizer(source: str | Path | Tokenizer) -> Tokenizer:
@@ -109,27 +129,27 @@ def resolve(path_or_id: str | Path) -> Path:
     )
 
 
-def _load_folder(folder: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+def _load_folder(folder: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Mesh | None) -> LoadedModel:
     config = ModelConfig.from_hf(read_object(folder / "config.json"))
     recommended = read_object(folder / "generation_config.json", optional=True)
     if tokenizer is None and (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder)
-    graphdef, params = load_params(config, SafetensorsSource(folder), dtype, shardings)
-    return LoadedModel(config, graphdef, params, tokenizer, GenerationDefaults.from_hf(recommended, config))
+    graphdef, params = load_params(config, SafetensorsSource(folder), dtype, mesh=mesh)
+    return LoadedModel(config, graphdef, params, tokenizer, GenerationDefaults.from_hf(recommended, config), mesh=mesh)
 
 
-def _load_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+def _load_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Mesh | None) -> LoadedModel:
     file = GgufFile(path)
     config = gguf_config(file)
     if tokenizer is None:
         tokenizer = gguf_tokenizer(file.metadata)
-    graphdef, params = load_params(config, GgufSource(file, config), dtype, shardings)
-    return LoadedModel(config, graphdef, params, tokenizer, gguf_generation(file))
+    graphdef, params = load_params(config, GgufSource(file, config), dtype, mesh=mesh)
+    return LoadedModel(config, graphdef, params, tokenizer, gguf_generation(file), mesh=mesh)
 
 
-def _load_orbax(folder: Path, dtype: str, tokenizer: Tokenizer | None, shardings: Shardings) -> LoadedModel:
+def _load_orbax(folder: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Mesh | None) -> LoadedModel:
     config, generation, stored = orbax_checkpoint.read_manifest(folder)
     if tokenizer is None:
         tokenizer = orbax_checkpoint.read_tokenizer(folder)
-    graphdef, params = orbax_checkpoint.restore_params(folder, config, stored, dtype, shardings)
-    return LoadedModel(config, graphdef, params, tokenizer, generation)
+    graphdef, params = orbax_checkpoint.restore_params(folder, config, stored, dtype, mesh=mesh)
+    return LoadedModel(config, graphdef, params, tokenizer, generation, mesh=mesh)

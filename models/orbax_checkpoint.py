@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .config import ModelConfig
 from .errors import CheckpointError
 from .generation import GenerationDefaults
 from .jsonfile import read_object
 from .params import param_shapes
+from .split import check_split, put_param, split_of
 from .tokenizer import Tokenizer
 from .weights import resolve_dtype
 
@@ -40,6 +42,8 @@ def save_checkpoint(path: str | Path, loaded: "LoadedModel") -> None:
     import orbax.checkpoint as ocp  # slow to import, and only needed here
 
     folder = Path(path).expanduser().absolute()
+    if loaded.mesh is not None:
+        raise ValueError("a model that is divided among devices cannot be saved: load it on one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,18 +85,20 @@ def restore_params(
     config: ModelConfig,
     stored_dtype: str,
     dtype: str = "auto",
-    shardings: Mapping[str, Sharding] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:
-    """The graph and the parameters, each read straight into the sharding ``shardings`` names for it.
+    """The graph and the parameters, on the default device or divided among those of ``mesh``.
 
-    Raises ``CheckpointError`` naming missing, unexpected or misshaped arrays.
+    Raises ``ValueError`` for a model that cannot be divided so, and ``CheckpointError`` naming missing, unexpected or misshaped arrays.
     """
     import orbax.checkpoint as ocp
 
-    graphdef, shapes = param_shapes(config, resolve_dtype(dtype, stored_dtype))
-    default = SingleDeviceSharding(jax.devices()[0])
+    target = resolve_dtype(dtype, stored_dtype)
+    graphdef, shapes = param_shapes(config, target)
+    if mesh is not None:
+        check_split(config, mesh.size)
     wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=(shardings or {}).get(name, default))
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_spread(leaf.shape, mesh))
         for name, leaf in shapes.items()
     }
     # Orbax would read everything at once and hold a second copy of it: one gigabyte, or two arrays, at a time
@@ -108,9 +114,22 @@ def restore_params(
             raise CheckpointError(f"{folder / 'params'} is damaged or not there: {error}") from error
         _compare({name: leaf.shape for name, leaf in wanted.items()}, found, folder)
         try:
-            return graphdef, checkpointer.restore(folder / "params", args=ocp.args.StandardRestore(wanted))
+            params = checkpointer.restore(folder / "params", args=ocp.args.StandardRestore(wanted))
         except Exception as error:
             raise CheckpointError(f"{folder / 'params'} is damaged: {error}") from error
+    if mesh is None:
+        return graphdef, params
+    for name in params:  # one at a time: as it lies in the file, it has no device's part in one piece
+        params[name] = put_param(name, np.asarray(params[name]), config, mesh)
+    return param_shapes(config, target, split_of(mesh))[0], params
+
+
+def _spread(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
+    """Where an array is read to: no device gets more than its share, if it can be."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    axis = next((i for i, size in enumerate(shape) if size % mesh.size == 0), len(shape))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, *mesh.axis_names[: axis < len(shape)]))
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:

@@ -24,15 +24,21 @@ QUANTIZATIONS = (None, "int8")
 ALIGNMENT = 64  # bytes; what XLA:CPU asks of memory that it is to use as it is
 
 
-def pick_linear_backend(name: str) -> str:
+def pick_linear_backend(name: str, devices: int = 1) -> str:
     """What "auto" is here: "cpu" (packed weights and the native kernels) where those are at hand, else "xla".
 
-    Raises ValueError for another name, or for "cpu" without the kernels.
+    ``devices``: among how many the model is divided; packed weights are not.
+    Raises ValueError for another name, or for "cpu" without the kernels or on several devices.
     """
     if name not in LINEAR_BACKENDS:
         raise ValueError(f"linear_backend {name!r} is not known; allowed: {', '.join(LINEAR_BACKENDS)}")
     if name == "auto":
-        return "cpu" if "cpu" in available_backends() else "xla"
+        return "cpu" if devices == 1 and "cpu" in available_backends() else "xla"
+    if name == "cpu" and devices > 1:
+        raise ValueError(
+            f"linear_backend 'cpu' cannot divide a model among {devices} devices (tensor_parallel_size); allowed: "
+            "'auto', 'xla'"
+        )
     if name == "cpu":
         require_library()
     return name

@@ -13,11 +13,14 @@ from flax import nnx
 
 from .config import ModelConfig
 from .decoder import Decoder
+from .split import Split
 
 
-def abstract_decoder(config: ModelConfig, dtype: jnp.dtype, runs: Sequence[int] | None = None) -> Decoder:
+def abstract_decoder(
+    config: ModelConfig, dtype: jnp.dtype, runs: Sequence[int] | None = None, split: Split | None = None
+) -> Decoder:
     """A decoder whose parameters are ``jax.ShapeDtypeStruct``s: the shapes without the memory."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype, runs))
+    return nnx.eval_shape(lambda: Decoder(config, dtype, runs, split))
 
 
 def flatten_params(model: Decoder) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:
@@ -32,9 +35,14 @@ def merge_params(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> Dec
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
-def param_shapes(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """The graph of a decoder and the shape and dtype of every parameter, without allocating any."""
-    graphdef, state = nnx.split(abstract_decoder(config, dtype))
+def param_shapes(
+    config: ModelConfig, dtype: jnp.dtype, split: Split | None = None
+) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """The graph of a decoder and the shape and dtype of every parameter, without allocating any.
+
+    With ``split``: of one device's part.
+    """
+    graphdef, state = nnx.split(abstract_decoder(config, dtype, split=split))
     leaves = nnx.to_flat_state(state)
     return graphdef, {".".join(map(str, p)): jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in leaves}
 

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh
 
 from .config import ModelConfig
 from .errors import CheckpointError
 from .params import param_shapes
+from .split import check_split, placer, split_of
 
 DTYPES = ("auto", "float32", "bfloat16")
 Shape = tuple[int, ...]
@@ -105,24 +106,27 @@ def load_params(
     config: ModelConfig,
     source: TensorSource,
     dtype: str = "auto",
-    shardings: Mapping[str, Sharding] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:
     """The graph and parameters of the decoder ``config`` describes, with the weights in ``source``.
 
-    ``shardings`` places the parameters it names (default: on the default device). Raises ``CheckpointError``
-    naming every missing, unexpected or misshaped tensor, before any of them is read.
+    ``mesh``: the devices among which the model is divided (default: all on the default device). Raises
+    ``CheckpointError`` naming every missing, unexpected or misshaped tensor, before any of them is read.
     """
+    if mesh is not None:
+        check_split(config, mesh.size)
     target = resolve_dtype(dtype, config.dtype or source.stored_dtype())
     made = recipes(config)
     check_tensors(config, made, source)
-    graphdef, shapes = param_shapes(config, target)
+    _, shapes = param_shapes(config, target)
+    place = placer(config, mesh)
     params = {}
     for name, leaf in shapes.items():
         host = _assemble(made[name], source, leaf.shape, target)
-        params[name] = jax.device_put(host, (shardings or {}).get(name))
+        params[name] = place(name, host)
         params[name].block_until_ready()  # or the host buffers of many parameters would pile up
         del host
-    return graphdef, params
+    return param_shapes(config, target, split_of(mesh))[0], params
 
 
 def check_tensors(config: ModelConfig, made: Mapping[str, Recipe], source: TensorSource) -> None:

@@ -17,7 +17,7 @@ LENGTHS = (1, 5, 64, 65, 128)
 
 
 def fake_engine(loaded):
-    runner = SimpleNamespace(params=loaded.params, graphdef=loaded.graphdef)
+    runner = SimpleNamespace(params=loaded.params, graphdef=loaded.graphdef, mesh=loaded.mesh)
     return SimpleNamespace(runner=runner, config=tiny_config(), model=loaded.config)
 
 
