@@ -1,8 +1,8 @@
 """Programs run by several devices at once, each on its part of a divided model (models/split.py).
 
-A whole program is the body of one `shard_map`: every device has its KV heads of the pool and its part of the weights; the
-allocator, block tables and sampling are the same on all of them and computed by each. Devices speak to one another only
-where the decoder says so.
+A whole program is the body of one `shard_map`: every device has its KV heads of the pool and its part of the weights.
+The allocator, block tables and sampling are the same on all of them and computed by each. Devices speak to one another
+only where the decoder says so.
 """
 
 from __future__ import annotations

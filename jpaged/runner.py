@@ -95,9 +95,7 @@ def build_program(step: Callable[..., tuple], spec: StepSpec, mesh: Mesh | None)
     return jax.jit(run, donate_argnums=1)
 
 
-def build_programs(
-    graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, mesh: Mesh | None = None
-) -> Programs:
+def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, mesh: Mesh | None = None) -> Programs:
     """The programs an engine of this configuration can need; `mesh`: the devices its model is divided among."""
 
     size = record_size(config.max_logprobs, vocab_size)

@@ -105,9 +105,7 @@ class Linear(nnx.Module):
 
     gated = False
 
-    def __init__(
-        self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype, axis: str | None = None
-    ):
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype, axis: str | None = None):
         self.features, self.axis = features_out, axis
         self.weight = nnx.Param(jnp.zeros((self.rows, features_in), dtype))
         self.bias = nnx.Param(jnp.zeros((self.rows,), dtype)) if bias else None

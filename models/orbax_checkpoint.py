@@ -89,7 +89,8 @@ def restore_params(
 ) -> tuple[nnx.GraphDef, dict[str, jax.Array]]:
     """The graph and the parameters, on the default device or divided among those of ``mesh``.
 
-    Raises ``ValueError`` for a model that cannot be divided so, and ``CheckpointError`` naming missing, unexpected or misshaped arrays.
+    Raises ``ValueError`` for a model that cannot be divided so, and ``CheckpointError`` naming missing, unexpected or
+    misshaped arrays.
     """
     import orbax.checkpoint as ocp
 

@@ -1,13 +1,13 @@
 """One model on several devices: tensor parallelism (Shoeybi et al., 2019, "Megatron-LM", section 3).
 
 Each device has some of the query heads with the KV heads they read, and some of the feed-forward's width. The products
-that end attention and feed-forward give partial sums, which the devices add up; all else of a layer is computed by every
-device for itself. The vocabulary is divided too: of a step's weights the head may be the largest, and where it is tied to
-the embedding both are one array.
+that end attention and feed-forward give partial sums, which the devices add up. The vocabulary is divided too: the head
+is a decode step's largest matrix, and where it is tied to the embedding both are one array. The embedding's rows are
+added up likewise (each is zero but on one device), and logits are gathered, so that every device samples from all.
 
-A parameter of a split model is one global array, sharded along one axis so that each device's part is what a decoder of
-fewer heads would have: rows of the fused q, k, v (and gate, up) matrices are put in order for that, KV heads are repeated
-where there are fewer of them than devices, and a vocabulary is padded with zeros.
+A parameter of a split model is one global array, sharded along one axis so that each device's part is what a decoder
+of fewer heads would have: rows of the fused q, k, v (and gate, up) matrices are put in order for that, KV heads are
+repeated where there are fewer of them than devices, and a vocabulary is padded with zeros.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def make_mesh(devices: int, available: list[jax.Device] | None = None) -> Mesh:
 
 def split_of(mesh: Mesh | None) -> Split | None:
     """How a model on this mesh is divided."""
-    return None if mesh is None else Split(*mesh.axis_names, mesh.size)
+    return None if mesh is None else Split(mesh.axis_names[0], mesh.size)
 
 
 def param_spec(name: str) -> PartitionSpec:

@@ -78,6 +78,12 @@ def forget_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def quick_flags() -> str:
+    """XLA_FLAGS for a process of a test's own that is to compile as the tests do."""
+    return _flags
+
+
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""
     return ROOT
