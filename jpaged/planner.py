@@ -2,7 +2,8 @@
 
 Weights and KV are counted from their shapes; what a step needs besides is what the machine's own compiler says of it. A
 step of two layers is compiled, for layers use each other's temporaries. Speed is a roofline: a decode step cannot end
-before its weights and the keys and values of its sequences have been read once.
+before its weights and the keys and values of its sequences have been read once. A model that is divided among chips is
+counted by what each of them has; the time that they wait for one another is not.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jpaged_models import ModelConfig, cache_shapes, param_shapes
+from jpaged_models import (
+    ModelConfig,
+    cache_shapes,
+    check_split,
+    param_shapes,
+    repeat_kv_heads,
+    split_of,
+    whole_shapes,
+)
 
 from jpaged.config import EngineConfig
-from jpaged.runner import build_programs
-from jpaged.state import init_state
-from jpaged.targets import Target, lower_for
+from jpaged.parallel import state_shardings
+from jpaged.runner import Programs, build_programs
+from jpaged.state import EngineState, init_state
+from jpaged.targets import Target, find_mesh, lower_for
 
 LAYERS = 2  # of the model that is compiled
 
@@ -41,27 +51,43 @@ class Fit(NamedTuple):
     sequences: int  # of the greatest length
 
 
+def describe_engine(
+    model: ModelConfig, config: EngineConfig, dtype: str, kv_dtype: str, target: Target
+) -> tuple[Programs, dict[str, jax.ShapeDtypeStruct], EngineState]:
+    """The programs of an engine on the target, and the shapes of its weights and its state, placed on its chips."""
+    mesh, whole = find_mesh(target), repeat_kv_heads(model, target.chips)
+    graphdef, params = param_shapes(model, jnp.dtype(dtype), split_of(mesh))
+    state = jax.eval_shape(lambda: init_state(whole, config, kv_dtype))
+    # As the target stores them; init_state speaks of the machine that this runs on.
+    state = state._replace(cache=cache_shapes(whole, config.num_blocks, config.block_size, kv_dtype, target.platform))
+    if mesh is not None:
+        params = whole_shapes(params, mesh)
+        shardings = state_shardings(mesh, state)
+        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+    return build_programs(graphdef, config, model.vocab_size, mesh), params, state
+
+
 def measure(model: ModelConfig, config: EngineConfig, dtype: str, kv_dtype: str, target: Target) -> Needs:
-    """Compiles the largest steps for the target. Raises ValueError for what its kernels do not support.
+    """Compiles the largest steps for the target. Raises ValueError for what its kernels do not support, and for a model
+    that cannot be divided among its chips.
 
     config: `num_blocks` is only what a step is compiled with.
     """
+    check_split(model, target.chips)
     layers = min(LAYERS, model.num_layers)
     small = dataclasses.replace(model, num_layers=layers, windows=model.windows[:layers])
-    graphdef, params = param_shapes(small, jnp.dtype(dtype))
-    state = jax.eval_shape(lambda: init_state(small, config, kv_dtype))
-    state = state._replace(cache=cache_shapes(small, config.num_blocks, config.block_size, kv_dtype, target.platform))
-    programs = build_programs(graphdef, config, model.vocab_size)
+    programs, params, state = describe_engine(small, config, dtype, kv_dtype, target)
     temporaries = 0
     for layout, program in (programs.decode[config.decode_buckets[-1]], programs.mixed[config.token_buckets[-1]]):
         plan = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         memory: Any = lower_for(target, program, params, state, plan).compile().memory_analysis()
         temporaries = max(temporaries, memory.temp_size_in_bytes)
+    whole = repeat_kv_heads(model, target.chips)
     return Needs(
-        weights=byte_size(param_shapes(model, jnp.dtype(dtype))[1]),
+        weights=byte_size(param_shapes(model, jnp.dtype(dtype), split_of(find_mesh(target)))[1]),
         state=byte_size(state._replace(cache=())),
         temporaries=temporaries,
-        block=byte_size(cache_shapes(model, 1, config.block_size, kv_dtype, target.platform)),
+        block=byte_size(cache_shapes(whole, 1, config.block_size, kv_dtype, target.platform)) // target.chips,
     )
 
 

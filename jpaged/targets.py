@@ -6,6 +6,7 @@ each in an environment of its own, because both look for their device when JAX s
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import importlib.util
 import math
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
+from jpaged_models import make_mesh
 
 try:
     from jax.sharding import AbstractDevice
@@ -25,7 +27,7 @@ except ImportError:  # JAX 0.10
 
 
 class Target(NamedTuple):
-    """A machine: what JAX calls it, and one of its chips by its maker's numbers."""
+    """Chips that a model is divided among: what JAX calls the machine they are in, and one by its maker's numbers."""
 
     platform: str  # as JAX names it when it lowers
     topology: str
@@ -36,10 +38,20 @@ class Target(NamedTuple):
     flops: float  # bfloat16 products of a chip, 1/s
 
 
+H200 = Target("cuda", "1x1x1", 1, 132, 151_397_597_184, 4.8e12, 989e12)
+V5E = Target("tpu", "v5e:2x2", 1, 1, 16 << 30, 819e9, 197e12)
+V6E = Target("tpu", "v6e:2x2", 1, 1, 32 << 30, 1.64e12, 918e12)
 TARGETS = {
-    "h200": Target("cuda", "1x1x1", 1, 132, 151_397_597_184, 4.8e12, 989e12),
-    "v5e": Target("tpu", "v5e:2x2", 4, 1, 16 << 30, 819e9, 197e12),
-    "v6e": Target("tpu", "v6e:2x2", 4, 1, 32 << 30, 1.64e12, 918e12),
+    "h200": H200,
+    "h200x2": H200._replace(topology="1x1x2", chips=2),
+    "h200x4": H200._replace(topology="1x1x4", chips=4),
+    "h200x8": H200._replace(topology="1x1x8", chips=8),
+    "v5e": V5E,
+    "v5e-4": V5E._replace(chips=4),
+    "v5e-8": V5E._replace(topology="v5e:2x4", chips=8),
+    "v6e": V6E,
+    "v6e-4": V6E._replace(chips=4),
+    "v6e-8": V6E._replace(topology="v6e:2x4", chips=8),
 }
 NEEDS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "cuda")}  # a module, and the extra that brings it
 
@@ -62,8 +74,9 @@ def find_target(name: str) -> Target:
     return target
 
 
+@functools.lru_cache
 def list_devices(target: Target) -> Sequence[Any]:
-    """Devices to compile for."""
+    """Devices to compile for. Kept, because those of another call would be other devices."""
     if target.platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
     text = importlib.resources.files("jpaged.devices").joinpath("nvidia_h200.txtpb").read_text(encoding="utf-8")
@@ -72,9 +85,24 @@ def list_devices(target: Target) -> Sequence[Any]:
     ).devices
 
 
+def find_mesh(target: Target) -> Mesh | None:
+    """Its chips; None if there is but one."""
+    return make_mesh(target.chips, list(list_devices(target))) if target.chips > 1 else None
+
+
 def lower_for(target: Target, program: Any, *arguments: Any) -> jax.stages.Lowered:
-    """A jitted program lowered for one chip of the target. arguments: trees of anything with a shape and a dtype."""
-    device = list_devices(target)[0]
+    """A jitted program lowered for the target. arguments: trees of anything with a shape and a dtype.
+
+    Those that have a sharding keep it; others are on the only chip, or on every one.
+    """
+    device, mesh = list_devices(target)[0], find_mesh(target)
+    if mesh is not None:
+        default = NamedSharding(mesh, PartitionSpec())
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or default)
+
+        return program.trace(*jax.tree.map(place, arguments)).lower(lowering_platforms=(target.platform,))
     sharding = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     abstract = AbstractDevice(device.device_kind, target.cores, target.platform)

@@ -1,12 +1,14 @@
 """Compiles the kernels and the engine's steps for machines that are not here, and checks what their compilers say.
 
     python scripts/aot_check.py v5e            # also: v6e, h200
+    python scripts/aot_check.py h200x8         # the steps of a model divided among eight; also v5e-8, v6e-8, ...
     python scripts/aot_check.py h200 --smoke   # the least of it, in seconds
     python scripts/aot_check.py h200 --triton  # besides: registers, spills, tensor-core instructions of the GPU kernels
 
 The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda]'`, in an environment each; --triton needs the
 triton wheel as well. Checked are, of every program: it compiles; the pool is updated in place (aliased); nothing of the
 size of the pool or of a weight is copied; temporaries take less than 5 % of the pool; our kernels are called.
+Of several chips, numbers are those of each.
 Status 1 if anything fails. The last lines are a table; --json writes it as JSON.
 """
 
@@ -25,11 +27,10 @@ import jax
 import jax.numpy as jnp
 from aot_triton import compile_triton
 from jax import ShapeDtypeStruct as Array
-from jpaged_models import ModelConfig, cache_shapes, param_shapes
+from jpaged_models import ModelConfig, cache_shapes, repeat_kv_heads
 
 from jpaged import EngineConfig
-from jpaged.runner import build_programs
-from jpaged.state import init_state
+from jpaged.planner import byte_size, describe_engine
 from jpaged.targets import Target, find_target, inspect, lower_for, prepare
 from pallas_kernels import KVPages, PagedBatch, copy_blocks, page_shapes, paged_attention, write_kv
 
@@ -151,36 +152,31 @@ def kernel_programs(case: Case, platform: str) -> Iterator[Program]:
 # ---------------------------------------------------------------- steps of the engine
 
 
-def step_programs(name: str, layers: int, platform: str) -> Iterator[Program]:
-    """A mixed step and a decode loop of a model with so many layers."""
+def step_programs(name: str, layers: int, target: Target) -> Iterator[Program]:
+    """A mixed step and a decode loop of a model with so many layers, divided among the target's chips."""
     model = ModelConfig.from_hf({**MODELS[name], "num_hidden_layers": layers})
-    block = byte_size(cache_shapes(model, 1, 16, "bfloat16", platform))
+    chips, whole = target.chips, repeat_kv_heads(model, target.chips)
     config = EngineConfig(
-        num_blocks=POOL_BYTES // block, max_model_len=4096, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS
+        num_blocks=POOL_BYTES * chips // byte_size(cache_shapes(whole, 1, 16, "bfloat16", target.platform)),
+        max_model_len=4096,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=TOKENS,
+        tensor_parallel_size=chips,
     )
-    graphdef, params = param_shapes(model, jnp.dtype(jnp.bfloat16))
-    state = jax.eval_shape(lambda: init_state(model, config, "bfloat16"))
-    # As the target stores them; init_state speaks of the machine that this runs on.
-    cache = cache_shapes(model, config.num_blocks, config.block_size, "bfloat16", platform)
-    state = state._replace(cache=cache)
-    kept = large_sizes((cache, params))
-    programs = build_programs(graphdef, config, model.vocab_size)
+    programs, params, state = describe_engine(model, config, "bfloat16", "bfloat16", target)
+    kept = large_sizes((state.cache, params), chips)
     for kind, (layout, program) in (
         (f"mixed step of {TOKENS} tokens", programs.mixed[TOKENS]),
         (f"decode loop of {ROWS} rows", programs.decode[ROWS]),
     ):
         plan = Array((layout.size,), jnp.int32)
         arguments = (params, state, plan)
-        yield Program(f"{name}, {kind}", program, arguments, byte_size(state.cache), kept, 2 * layers)
+        yield Program(f"{name}, {kind}", program, arguments, byte_size(state.cache) // chips, kept, 2 * layers)
 
 
-def large_sizes(tree: Any) -> frozenset[int]:
-    """How many elements pools and weights have; small weights might be as large as some activations."""
-    return frozenset(size for x in jax.tree.leaves(tree) if (size := math.prod(x.shape)) >= 1 << 20)
-
-
-def byte_size(tree: Any) -> int:
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+def large_sizes(tree: Any, chips: int = 1) -> frozenset[int]:
+    """How many elements of pools and weights a chip has; small weights might be as large as some activations."""
+    return frozenset(size for x in jax.tree.leaves(tree) if (size := math.prod(x.shape) // chips) >= 1 << 20)
 
 
 # ---------------------------------------------------------------- checking
@@ -218,10 +214,10 @@ def check(program: Program, target: Target) -> dict[str, Any]:
 def run(target_name: str, smoke: bool, layers: int, triton: bool) -> list[dict[str, Any]]:
     """The rows of the table, printed as they come."""
     target = find_target(target_name)
-    cases = CASES[:2] if smoke else CASES
+    cases = () if target.chips > 1 else CASES[:2] if smoke else CASES  # a chip's kernels do not know of others
     programs = [program for case in cases for program in kernel_programs(case, target.platform)]
     for name in ("tiny",) if smoke else ("llama-3-8b", "qwen3-0.6b"):
-        steps = list(step_programs(name, 1 if smoke else layers, target.platform))
+        steps = list(step_programs(name, 1 if smoke else layers, target))
         programs += steps[1:] if smoke else steps
     rows = []
     for program in programs:
@@ -246,7 +242,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", help="v5e, v6e or h200")
+    parser.add_argument("target", help="a target of jpaged plan: v5e, v6e-8, h200, h200x8, ...")
     parser.add_argument("--smoke", action="store_true", help="two shapes, and a tiny model's decode loop")
     parser.add_argument("--layers", type=int, default=2, help="layers of the models (default: 2)")
     parser.add_argument("--triton", action="store_true", help="compile the GPU kernels with the triton wheel too")

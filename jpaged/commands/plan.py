@@ -27,7 +27,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.set_defaults(run=run_plan)
     add = plan.add_argument
     add("--model", required=True, type=Path, help="a config.json, or the folder of a checkpoint")
-    add("--target", required=True, choices=sorted(TARGETS), help="one chip of these")
+    add("--target", required=True, choices=sorted(TARGETS), help="chips: one, or those that the model is divided among")
     add("--max-model-len", type=int, help="longest prompt + output (default: the model's limit, 8192 at most)")
     add("--max-num-seqs", type=int, default=64, help="sequences that run at once (default: 64)")
     add("--max-num-batched-tokens", type=int, default=2048, help="most tokens in a step (default: 2048)")
@@ -55,6 +55,7 @@ def run_plan(options: argparse.Namespace) -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
         linear_backend="xla",
+        tensor_parallel_size=target.chips,
     )
     kv_dtype = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     needs = measure(model, config, options.dtype, kv_dtype, target)
@@ -68,6 +69,7 @@ def run_plan(options: argparse.Namespace) -> None:
     }
     result = {
         "target": options.target,
+        "chips": target.chips,
         "memory_gib": round(target.memory_bytes / GIB, 1),
         "usable_gib": round(usable / GIB, 1),
         "weights_gib": round(needs.weights / GIB, 2),
@@ -97,7 +99,8 @@ def describe(result: dict, length: int) -> str:
             f"{r['kv_bytes_per_token']} bytes: {r['sequences_of_max_model_len']} sequences of {length} tokens"
         )
     lines = [
-        f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} GiB to be used; one chip",
+        f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} GiB to be used",
+        "one chip" if r["chips"] == 1 else f"divided among {r['chips']} chips (tensor_parallel_size); of each:",
         f"weights     {r['weights_gib']:8.2f} GiB",
         f"state       {r['state_gib']:8.2f} GiB   all that the engine keeps besides weights and KV",
         f"temporaries {r['temporaries_gib']:8.2f} GiB   as the compiler says, of the largest step",
