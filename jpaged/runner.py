@@ -41,7 +41,7 @@ from jpaged.control_rows import CONTROL_ROW, empty_row, make_row
 from jpaged.controls import Controls, write_controls, write_masks
 from jpaged.logprobs import record_size
 from jpaged.memory import pick_kv_dtype
-from jpaged.parallel import CACHE, CONTENT, PARAMS, SAME, STATE, on_all, state_shardings
+from jpaged.parallel import CACHE, CONTENT, PARAMS, SAME, STATE, on_all
 from jpaged.plan import PlanLayout, pack_plan
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
@@ -141,8 +141,10 @@ def make_state(
     model: ModelConfig, config: EngineConfig, kv_dtype: str, runs: Sequence[int] | None, mesh: Mesh | None
 ) -> EngineState:
     """A fresh state; on a mesh each device makes its own part."""
-    make = functools.partial(init_state, repeat_kv_heads(model, config.tensor_parallel_size), config, kv_dtype, runs)
-    return make() if mesh is None else jax.jit(make, out_shardings=state_shardings(mesh, jax.eval_shape(make)))()
+    devices = config.tensor_parallel_size
+    part = dataclasses.replace(model, num_kv_heads=repeat_kv_heads(model, devices).num_kv_heads // devices)
+    make = functools.partial(init_state, part, config, kv_dtype, runs)
+    return make() if mesh is None else jax.jit(on_all(make, mesh, (), STATE))()
 
 
 class Runner:
