@@ -32,7 +32,7 @@ from jpaged.prefix_index import EvictionPolicy
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.stats import EngineStats
-from jpaged.validation import as_number
+from jpaged.validation import gib_to_bytes
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt" too.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -165,7 +165,7 @@ class LLM:
             async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
-            swap_space_bytes=_gib_to_bytes("swap_space", swap_space),
+            swap_space_bytes=gib_to_bytes("swap_space", swap_space),
             prefix_cache_host_bytes=prefix_cache_host_bytes,
             prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
             prefix_cache_disk_bytes=prefix_cache_disk_bytes,
@@ -474,12 +474,6 @@ class LLM:
 
 def _salt_of(item: Prompt) -> str | None:
     return item.get("cache_salt") if isinstance(item, Mapping) else None
-
-
-def _gib_to_bytes(name: str, gib: float) -> int:
-    if not 0.0 <= as_number(name, gib) < float("inf"):
-        raise ValueError(f"{name} must be 0 or more, in GiB, got {gib!r}")
-    return int(gib * 2**30)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

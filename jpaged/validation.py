@@ -64,3 +64,10 @@ def as_mapping(name: str, value: object) -> Mapping:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a mapping, got {value!r} of type {type(value).__name__}")
     return value
+
+
+def gib_to_bytes(name: str, gib: float) -> int:
+    """Raises ValueError unless `gib` is a finite number of at least 0."""
+    if not 0.0 <= as_number(name, gib) < float("inf"):
+        raise ValueError(f"{name} must be 0 or more, in GiB, got {gib!r}")
+    return int(gib * 2**30)
