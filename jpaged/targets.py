@@ -20,6 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
 from jpaged_models import make_mesh
 
+from jpaged.chips import CHIPS
+
 try:
     from jax.sharding import AbstractDevice
 except ImportError:  # JAX 0.10
@@ -38,9 +40,9 @@ class Target(NamedTuple):
     flops: float  # bfloat16 products of a chip, 1/s
 
 
-H200 = Target("cuda", "1x1x1", 1, 132, 151_397_597_184, 4.8e12, 989e12)
-V5E = Target("tpu", "v5e:2x2", 1, 1, 16 << 30, 819e9, 197e12)
-V6E = Target("tpu", "v6e:2x2", 1, 1, 32 << 30, 1.64e12, 918e12)
+H200 = Target("cuda", "1x1x1", 1, 132, *CHIPS["h200"])
+V5E = Target("tpu", "v5e:2x2", 1, 1, *CHIPS["v5e"])
+V6E = Target("tpu", "v6e:2x2", 1, 1, *CHIPS["v6e"])
 TARGETS = {
     "h200": H200,
     "h200x2": H200._replace(topology="1x1x2", chips=2),

@@ -25,11 +25,12 @@ import numpy as np
 from bench_tools import describe_machine, make_parser, print_table, save_json
 from tqdm import tqdm
 
+from jpaged.chips import CHIPS
 from jpaged.config import EngineConfig
 from jpaged.simulation import ContiguousSystem, FittedCost, Job, SimulatedEngine, fit_cost, poisson_jobs, roofline
 from jpaged.simulation.baselines import RESERVATIONS
 from jpaged.simulation.costs import CostModel
-from jpaged.simulation.hardware import CHIPS, MODELS, find
+from jpaged.simulation.hardware import MODELS, find
 from jpaged.simulation.jobs import read_trace, sharegpt_lengths, with_limit
 
 SYSTEMS = ["jpaged", *(f"orca-{each}" for each in RESERVATIONS), "static"]

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jpaged.simulation.hardware import CHIPS, MODELS, Chip, ModelSize, find
+from jpaged.chips import CHIPS, Chip
+from jpaged.simulation.hardware import MODELS, ModelSize, find
 from jpaged.simulation.shape import StepShape
 
 
