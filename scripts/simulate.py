@@ -72,6 +72,8 @@ def main() -> None:
     header, rows = {"run": simulate, "fit": fit_model, "check": compare}[args.command](args)
     print_table(header, rows)
     save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
+    if ["first step that differs", "none"] not in rows and args.command == "check":
+        sys.exit(1)
 
 
 def simulate(args: argparse.Namespace) -> tuple[list[str], list[list]]:
