@@ -1,7 +1,6 @@
 """Weights as the native CPU kernels read them, chosen once when an engine starts."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -90,12 +89,12 @@ def pack_model(
 
 def _names_in_runs(names: Sequence[str], runs: Sequence[int]) -> dict[str, list[str]]:
     """The name of each parameter of a decoder of ``runs``: those of all its layers, in order."""
-    run_of = list(itertools.chain.from_iterable([str(run)] * count for run, count in enumerate(runs)))
+    run_of = np.repeat(np.arange(len(runs)), runs)
     made: dict[str, list[str]] = {}
     for name in names:
         path = name.split(".")
         if path[0] == "layers":
-            path[1] = run_of[int(path[1])]
+            path[1] = str(run_of[int(path[1])])
         made.setdefault(".".join(path), []).append(name)
     return {name: sorted(parts, key=_layer_of) for name, parts in made.items()}
 

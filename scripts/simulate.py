@@ -69,14 +69,13 @@ def main() -> None:
         command.add_argument("--max-num-seqs", type=int, default=32)
         command.add_argument("--kv-tokens", type=int, default=8192)
     args = parser.parse_args()
-    header, rows = {"run": simulate, "fit": fit_model, "check": compare}[args.command](args)
-    print_table(header, rows)
-    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
-    if ["first step that differs", "none"] not in rows and args.command == "check":
-        sys.exit(1)
+    rows, agrees = {"run": simulate, "fit": fit_model, "check": compare}[args.command](args)
+    print_table(["what", "value"], rows)
+    save_json(args.json, [{"what": what, "value": value} for what, value in rows])
+    sys.exit(0 if agrees else 1)
 
 
-def simulate(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+def simulate(args: argparse.Namespace) -> tuple[list[list], bool]:
     jobs = make_jobs(args)
     if not jobs:
         raise ValueError(f"no request has at most {args.max_model_len} tokens: raise --max-model-len")
@@ -109,7 +108,7 @@ def simulate(args: argparse.Namespace) -> tuple[list[str], list[list]]:
         with tqdm(total=len(jobs), unit="request", disable=not sys.stderr.isatty()) as bar:
             report = SimulatedEngine(config, cost).run(jobs, progress=bar.update)
     rows = [[name, value] for name, value in report.as_dict().items()]
-    return ["what", "value"], [*rows, ["simulated in, s", time.perf_counter() - start]]
+    return [*rows, ["simulated in, s", time.perf_counter() - start]], True
 
 
 def make_jobs(args: argparse.Namespace) -> list[Job]:
@@ -162,7 +161,7 @@ def draw_jobs(args: argparse.Namespace, count: int, seed: int) -> list[Job]:
     return [Job(0.0, prompt, output) for prompt, output in drawn]
 
 
-def fit_model(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+def fit_model(args: argparse.Namespace) -> tuple[list[list], bool]:
     from jpaged.simulation.measure import run_engine, simulate_engine
 
     engine = make_engine(args)
@@ -182,10 +181,11 @@ def fit_model(args: argparse.Namespace) -> tuple[list[str], list[list]]:
     errors = np.array([cost.seconds(shape) / took - 1 for shape, took in measured])
     total = sum(cost.seconds(shape) for shape, _ in measured) / sum(took for _, took in measured)
     rows = [[f"{kind} {name}, s", value] for kind in ("decode", "mixed") for name, value in getattr(cost, kind).items()]
-    return ["what", "value"], [*rows, ["median error of a step", float(np.median(abs(errors)))], ["of all", total - 1]]
+    return [*rows, ["median error of a step", float(np.median(abs(errors)))], ["of all", total - 1]], True
 
 
-def compare(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+def compare(args: argparse.Namespace) -> tuple[list[list], bool]:
+    """A table, and whether engine and simulator planned the same steps."""
     from jpaged.simulation.measure import first_difference, run_engine, simulate_engine
 
     engine, cost = make_engine(args), FittedCost.load(args.cost)
@@ -204,7 +204,7 @@ def compare(args: argparse.Namespace) -> tuple[list[str], list[list]]:
         ["simulator, s", sum(modelled)],
         ["error", sum(modelled) / sum(seconds) - 1],
     ]
-    return ["what", "value"], rows
+    return rows, difference is None
 
 
 if __name__ == "__main__":
