@@ -18,10 +18,11 @@ import numpy as np
 from markdown_table import make_table
 
 from jpaged.bench.timing import median_of_turns, seconds
+from pallas_kernels.cpu.library import instruction_sets
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions, cores and processor, for the head of a table."""
+    """Versions, cores and processor, for the head of a table. "kernels": the native CPU kernels' instruction set."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -33,6 +34,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": device.device_kind,
+        "kernels": (*instruction_sets(), "none")[0],
         "python": platform.python_version(),
         "jax": jax.__version__,
         "flax": flax.__version__,

@@ -95,7 +95,7 @@ class Page:
 
 def describe(letter: str, machine: Mapping[str, Any]) -> str:
     """A line of the list of machines."""
-    words = {"cores": "{} cores", "memory_gb": "{} GB"}
+    words = {"cores": "{} cores", "memory_gb": "{} GB", "kernels": "native kernels for {}"}
     parts = [
         str(value) if key in PLAIN else words.get(key, f"{NAMES.get(key, key)} {{}}").format(value)
         for key, value in machine.items()
