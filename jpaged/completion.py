@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jpaged_models import Tokenizer
 
 from jpaged.logprobs import sum_own, unpack_records
@@ -22,17 +20,19 @@ def make_metrics(request: Request) -> RequestMetrics:
     )
 
 
-def make_completion(request: Request, tokenizer: Tokenizer | None, *, first_token: int = 0) -> CompletionOutput:
-    """The continuation a request has so far, from token `first_token` on.
+def make_completion(
+    request: Request, tokenizer: Tokenizer | None, *, first_token: int = 0, first_character: int = 0
+) -> CompletionOutput:
+    """The continuation a request has so far, from a token and a character of its text on.
 
-    The text is whole, wherever the tokens begin. `tokenizer` is for the text of tokens among log-probabilities.
+    `tokenizer` is for the text of tokens among log-probabilities.
     """
     if request.beams is not None:
         return _make_beam_completion(request, tokenizer)
     tokens, most = request.output_token_ids[first_token:], request.params.logprobs
     return CompletionOutput(
         request.index,
-        "" if request.text is None else request.text.shown(request),
+        "" if request.text is None else request.text.shown(request)[first_character:],
         tokens,
         cumulative_logprob=None if most is None else sum_own(request.records),
         logprobs=None if most is None else unpack_records(request.records[first_token:], tokens, most, tokenizer),
@@ -106,6 +106,6 @@ class OutputStream:
 
     def _make_delta(self, request: Request) -> CompletionOutput:
         tokens, characters = self.shown.get(request.index, (0, 0))
-        completion = make_completion(request, self.tokenizer, first_token=tokens)
-        self.shown[request.index] = len(request.output_token_ids), len(completion.text)
-        return dataclasses.replace(completion, text=completion.text[characters:])
+        completion = make_completion(request, self.tokenizer, first_token=tokens, first_character=characters)
+        self.shown[request.index] = len(request.output_token_ids), characters + len(completion.text)
+        return completion

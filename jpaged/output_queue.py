@@ -1,4 +1,4 @@
-"""What a client has not taken yet: one output, into which those that follow are merged.
+"""What a client has not taken yet, merged into one output when it takes it.
 
 So the engine never waits for a client that reads slowly or not at all, and what is kept for it is bounded by the
 longest output: that is all the back-pressure there is to give, for a sequence that stands still would keep its blocks.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import RequestOutputKind
+
+MOST_UNMERGED = 64  # outputs; merging each as it comes would cost a slow client's every token a copy of all its text
 
 
 class OutputQueue:
@@ -18,16 +21,18 @@ class OutputQueue:
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self.kind = kind
-        self.output: RequestOutput | None = None
+        self.waiting: list[RequestOutput] = []
         self.error: Exception | None = None
         self.finished = False  # the last output, or an error, was taken
         self.changed = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
-        if self.output is None or self.kind is not RequestOutputKind.DELTA:
-            self.output = output
+        if self.kind is not RequestOutputKind.DELTA:
+            self.waiting = [output]
         else:
-            self.output = merge_outputs(self.output, output)
+            self.waiting.append(output)
+            if len(self.waiting) > MOST_UNMERGED:
+                self.waiting = [merge_outputs(self.waiting)]
         self.changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -41,10 +46,12 @@ class OutputQueue:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        await self.changed.wait()
+        if not self.changed.is_set():
+            await self.changed.wait()
         self.changed.clear()
-        output, self.output = self.output, None
-        if output is not None:
+        outputs, self.waiting = self.waiting, []
+        if outputs:
+            output = outputs[0] if len(outputs) == 1 else merge_outputs(outputs)
             self.finished = output.finished
             if self.error is not None:
                 self.changed.set()
@@ -54,18 +61,20 @@ class OutputQueue:
         raise self.error
 
 
-def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of a stream of what is new (`RequestOutputKind.DELTA`) as one."""
-    found = {each.index: each for each in first.outputs}
-    for each in second.outputs:
-        found[each.index] = _merge(found[each.index], each) if each.index in found else each
-    return dataclasses.replace(second, outputs=[found[index] for index in sorted(found)])
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Outputs of a stream of what is new (`RequestOutputKind.DELTA`) as one."""
+    found: dict[int, list[CompletionOutput]] = {}
+    for output in outputs:
+        for each in output.outputs:
+            found.setdefault(each.index, []).append(each)
+    return dataclasses.replace(outputs[-1], outputs=[_merge(found[index]) for index in sorted(found)])
 
 
-def _merge(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+def _merge(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+    last = parts[-1]
     return dataclasses.replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=None if second.logprobs is None else (first.logprobs or []) + second.logprobs,
+        last,
+        text="".join([part.text for part in parts]),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=None if last.logprobs is None else [each for part in parts for each in part.logprobs or []],
     )

@@ -20,9 +20,12 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one each time
+
+
 def event(data: Any) -> bytes:
     """One event whose data is JSON."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_to_json(data)}\n\n".encode()
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -69,25 +72,56 @@ class EventStream(Response):
             await until_disconnect(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
-        async with contextlib.aclosing(self.events):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send(send, self.first)
-            try:
-                async for data in self.events:
-                    await self._send(send, data)
-            except Disconnected:
-                raise
-            except Exception as error:
-                await self._send(send, event(as_api_error(error).body()) + DONE)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, data: bytes) -> None:
+        limit = WriteLimit(self.write_timeout)
         try:
-            async with asyncio.timeout(self.write_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError as error:
+            async with contextlib.aclosing(self.events):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await limit.write(send, self.first)
+                try:
+                    async for data in self.events:
+                        await limit.write(send, data)
+                except Exception as error:
+                    await limit.write(send, event(as_api_error(error).body()) + DONE)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not limit.exceeded:
+                raise
             log.warning("a client that took nothing for %g s was given up", self.write_timeout)
-            raise Disconnected from error
+            raise Disconnected from None
+        finally:
+            limit.close()
+
+
+class WriteLimit:
+    """Cancels the task that made it if one of its writes takes `seconds` or longer.
+
+    One timer, which looks now and then whether a write is under way: a timer for each token of each stream is work.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.exceeded = False
+        self.since: float | None = None  # when the write under way began
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task()
+        self.timer = self.loop.call_later(seconds, self._look)
+
+    async def write(self, send: Send, data: bytes) -> None:
+        self.since = self.loop.time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self.since = None
+
+    def close(self) -> None:
+        self.timer.cancel()
+
+    def _look(self) -> None:
+        left = self.seconds if self.since is None else self.since + self.seconds - self.loop.time()
+        if left > 0:
+            self.timer = self.loop.call_later(left, self._look)
+            return
+        self.exceeded = True
+        assert self.task is not None
+        self.task.cancel()
 
 
 async def start_stream(request: Request, events: AsyncGenerator[bytes, None], write_timeout: float) -> Response:

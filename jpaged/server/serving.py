@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,9 @@ class Server(uvicorn.Server):
         self.on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # What loading and compiling made stays: a full collection that looks through it all stops every stream.
+        gc.collect()
+        gc.freeze()
         self.service.engine.start()
         await super().startup(sockets)
         if self.started and self.on_ready is not None:

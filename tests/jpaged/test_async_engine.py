@@ -11,7 +11,7 @@ import pytest
 
 from jpaged import SamplingParams
 from jpaged.async_engine import AsyncEngine, DuplicateRequest, EngineDead, QueueFull, ShuttingDown
-from jpaged.output_queue import OutputQueue, merge_outputs
+from jpaged.output_queue import MOST_UNMERGED, OutputQueue, merge_outputs
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.request import Request
 from jpaged.sampling_params import RequestOutputKind
@@ -264,12 +264,24 @@ def delta(index, text, tokens, reason=None, finished=False):
 
 
 def test_deltas_are_merged_by_output():
-    merged = merge_outputs(delta(1, "ab", [1, 2]), delta(0, "x", [9]))
-    merged = merge_outputs(merged, delta(1, "c", [3], "stop", finished=True))
+    merged = merge_outputs([delta(1, "ab", [1, 2]), delta(0, "x", [9]), delta(1, "c", [3], "stop", finished=True)])
     first, second = merged.outputs
     assert (first.index, first.text, first.token_ids, first.finish_reason) == (0, "x", [9], None)
     assert (second.text, second.token_ids, second.finish_reason) == ("abc", [1, 2, 3], "stop")
     assert [list(each) for each in second.logprobs] == [[1], [2], [3]] and merged.finished
+
+
+def test_what_a_client_does_not_take_is_merged_now_and_then():
+    async def main():
+        queue = OutputQueue(RequestOutputKind.DELTA)
+        for number in range(1000):
+            queue.put(delta(0, chr(97 + number % 26), [number], finished=number == 999))
+            assert len(queue.waiting) <= MOST_UNMERGED
+        (taken,) = [output async for output in queue]
+        assert taken.outputs[0].token_ids == list(range(1000)) and len(taken.outputs[0].text) == 1000
+        assert [list(each) for each in taken.outputs[0].logprobs] == [[number] for number in range(1000)]
+
+    asyncio.run(main())
 
 
 def test_an_error_comes_after_what_was_put_before_it():
