@@ -14,6 +14,7 @@ gc.disable()  # what is imported stays: to look through it for garbage would be 
 from jpaged.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
+from jpaged.functional import FunctionalEngine
 from jpaged.llm import LLM
 from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "FunctionalEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

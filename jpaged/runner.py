@@ -87,26 +87,39 @@ class Programs(NamedTuple):
     save_blocks: Program
     load_blocks: Program
 
+    def pick(self, schedule: Schedule) -> tuple[PlanLayout, Program]:
+        """The smallest step that holds a schedule."""
+        steps, size = (self.mixed, schedule.size) if schedule.prefill else (self.decode, len(schedule.decode))
+        return steps[pick_bucket(tuple(steps), size)]
+
+
+def make_spec(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, layout: PlanLayout) -> StepSpec:
+    """What is static in a step of this layout."""
+    steps = 1 if layout.tokens else config.decode_steps
+    size = record_size(config.max_logprobs, vocab_size)
+    backend, processor = config.attention_backend, config.logits_processor
+    return StepSpec(graphdef, layout, config.block_size, steps, backend, size, processor)
+
 
 @functools.lru_cache(maxsize=64)
-def build_program(step: Callable[..., tuple], spec: StepSpec, mesh: Mesh | None) -> Any:
+def build_program(step: Callable[..., tuple], spec: StepSpec, mesh: Mesh | None, donate: bool = True) -> Any:
     """A jitted step, not yet compiled. Kept, so that engines of the same shape share what is compiled."""
     run = on_all(functools.partial(step, spec), mesh, (PARAMS, STATE, SAME), (STATE, SAME, SAME))
-    return jax.jit(run, donate_argnums=1)
+    return jax.jit(run, donate_argnums=(1,) if donate else ())
 
 
-def build_programs(graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, mesh: Mesh | None = None) -> Programs:
-    """The programs an engine of this configuration can need; `mesh`: the devices its model is divided among."""
+def build_programs(
+    graphdef: nnx.GraphDef, config: EngineConfig, vocab_size: int, mesh: Mesh | None = None, *, donate: bool = True
+) -> Programs:
+    """The programs an engine of this configuration can need.
 
-    size = record_size(config.max_logprobs, vocab_size)
+    mesh    the devices its model is divided among
+    donate  whether a step takes the state's memory for the next one; else the old state stays, and pages are copied
+    """
 
     def build(step: Callable[..., tuple], rows: int, tokens: int) -> tuple[PlanLayout, Program]:
         layout = PlanLayout(config.max_num_seqs, config.max_stop_ids, config.max_orders, rows, tokens)
-        steps = 1 if tokens else config.decode_steps
-        spec = StepSpec(
-            graphdef, layout, config.block_size, steps, config.attention_backend, size, config.logits_processor
-        )
-        return layout, build_program(step, spec, mesh)
+        return layout, build_program(step, make_spec(graphdef, config, vocab_size, layout), mesh, donate)
 
     return Programs(
         decode={rows: build(decode_loop, rows, 0) for rows in config.decode_buckets},
@@ -147,6 +160,26 @@ def make_state(
     return make() if mesh is None else jax.jit(on_all(make, mesh, (), STATE))()
 
 
+def prepare(loaded: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig, tuple[str, str]]:
+    """The model as the kernels here want it, the configuration without "auto"; what computes attention, and products.
+
+    Raises ValueError for a model that cannot be divided among so many devices, and for products that are not there.
+    """
+    devices = config.tensor_parallel_size
+    linear = pick_linear_backend(config.linear_backend, devices)
+    attention = config.attention_backend
+    products = linear if loaded.quantization is None else f"{linear}, {loaded.quantization}"
+    backends = describe_backend() if attention == "auto" else attention, products
+    over = "" if devices == 1 else f", on {devices} devices"
+    log.info("attention by %s, products by %s%s", *backends, over)
+    loaded = loaded.split(devices)
+    if linear == "cpu":
+        loaded = pack_model(loaded)
+    if attention == "auto":  # decided here: programs for every platform take twice as long to trace
+        config = dataclasses.replace(config, attention_backend=available_backends()[0])
+    return loaded, config, backends
+
+
 class Runner:
     """Runs schedules on the device, in the order they are dispatched."""
 
@@ -156,19 +189,8 @@ class Runner:
         self.saving: deque[Saving] = deque()
         self.num_saved = 0  # programs that saved blocks and were waited for
         self.vocab_size = loaded.config.vocab_size
-        devices = config.tensor_parallel_size
-        linear = pick_linear_backend(config.linear_backend, devices)
-        attention = config.attention_backend
-        products = linear if loaded.quantization is None else f"{linear}, {loaded.quantization}"
-        self.backends = (describe_backend() if attention == "auto" else attention, products)
-        over = "" if devices == 1 else f", on {devices} devices"
-        log.info("attention by %s, products by %s%s", *self.backends, over)
-        loaded = loaded.split(devices)
-        if linear == "cpu":
-            loaded = pack_model(loaded)
+        loaded, config, self.backends = prepare(loaded, config)
         self.params, self.graphdef = loaded.params, loaded.graphdef
-        if attention == "auto":  # decided here: programs for every platform take twice as long to trace
-            config = dataclasses.replace(config, attention_backend=available_backends()[0])
         self.mesh = loaded.mesh
         self.programs = build_programs(loaded.graphdef, config, self.vocab_size, self.mesh)
         kv_dtype = pick_kv_dtype(loaded, config.kv_cache_dtype)
@@ -179,10 +201,7 @@ class Runner:
         """Start a step, with the copies that go before it, and return without waiting for them."""
         self.save(schedule.save)
         loaded = self.load(schedule.load)
-        if schedule.prefill:
-            layout, program = self.programs.mixed[pick_bucket(self.config.token_buckets, schedule.size)]
-        else:
-            layout, program = self.programs.decode[pick_bucket(self.config.decode_buckets, len(schedule.decode))]
+        layout, program = self.programs.pick(schedule)
         return self._run(layout, program, schedule)._replace(loaded=loaded, saved=self.num_saved + len(self.saving))
 
     def read(self, dispatched: Dispatched) -> StepResult:

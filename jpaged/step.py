@@ -187,6 +187,19 @@ def decode_loop(
     return state, result, Records(records, None)
 
 
+def next_logits(spec: StepSpec, params: Params, state: EngineState, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the next decode iteration would draw from: (f32[R, V] for slots i32[R], S for padding; ok bool[]).
+
+    The token that a row drew last is computed on the way, so its block must be there to be had: ok says whether it is.
+    """
+    active = slots < state.tables.length.shape[0]
+    state, ok = _grow_rows(state, slots, active.astype(jnp.int32), spec.block_size, 1)
+    model, num_rows = merge_params(spec.graphdef, params), jnp.sum(active, dtype=jnp.int32)
+    sampling, features = _gather_sampling(state.slots, slots)
+    _, _, _, logits = _decode_rows(spec, model, state, slots, num_rows, active & ok, sampling, features)
+    return logits, ok
+
+
 def unpack_result(packed: np.ndarray, rows: int) -> StepResult:
     """The fields of a packed result of R rows."""
     tail = 2 + len(BlockCounts._fields)

@@ -2,7 +2,7 @@
 
 from pallas_kernels import available_backends, describe_backend, release_free_memory
 
-from .cache_blocks import copy_cache_blocks, read_cache_blocks, write_cache_blocks
+from .cache_blocks import copy_cache_blocks, read_cache_blocks, read_sequence, write_cache_blocks
 from .config import ModelConfig
 from .contiguous import TILE as CONTIGUOUS_TILE
 from .contiguous import contiguous_attend
@@ -14,6 +14,7 @@ from .orbax_checkpoint import save_checkpoint
 from .packing import LINEAR_BACKENDS, QUANTIZATIONS, check_quantization, pack_model, pick_linear_backend
 from .paged import KVPages, cache_shapes, init_cache, paged_attend
 from .params import flatten_params, merge_params, param_shapes
+from .random_weights import random_model
 from .split import (
     check_split,
     make_mesh,
@@ -55,7 +56,9 @@ __all__ = [
     "param_shapes",
     "param_spec",
     "pick_linear_backend",
+    "random_model",
     "read_cache_blocks",
+    "read_sequence",
     "release_free_memory",
     "repeat_kv_heads",
     "save_checkpoint",

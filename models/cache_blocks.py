@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import KVPages
+from pallas_kernels.storage import from_storage
 
 
 def copy_cache_blocks(
@@ -36,6 +37,24 @@ def read_cache_blocks(cache: tuple[KVPages, ...], ids: jax.Array, num_blocks: in
     scales = [pool for pages in cache for pool in (pages.k_scales, pages.v_scales) if pool is not None]
     kinds += [scales] if scales else []
     return [jnp.concatenate([take(pool) for pool in pools], axis=1) for pools in kinds]
+
+
+def read_sequence(
+    cache: tuple[KVPages, ...], blocks: jax.Array, length: int, num_blocks: int, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """The first ``length`` keys (rotated) and values in blocks i32[C], in order: f32[layers, length, Hkv, D] each."""
+
+    def take(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
+        at = find_in_layers(pool, blocks, num_blocks)  # [L, C]
+        found = from_storage(pool[at], jnp.dtype(jnp.float32))[..., :head_dim]  # [L, C, Hkv, B, D]
+        if scales is not None:
+            found *= scales[at][..., None]
+        found = jnp.swapaxes(found, 2, 3)
+        return found.reshape(found.shape[0], -1, *found.shape[3:])[:, :length]
+
+    keys = [take(pages.k, pages.k_scales) for pages in cache]
+    values = [take(pages.v, pages.v_scales) for pages in cache]
+    return jnp.concatenate(keys), jnp.concatenate(values)
 
 
 def write_cache_blocks(

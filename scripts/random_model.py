@@ -1,12 +1,10 @@
-"""Random-weight models for benchmarks: the shape of a real one, no download."""
+"""The shape of SmolLM2-135M, for benchmarks on random weights: no download."""
 
 from __future__ import annotations
 
-from typing import Any
+from jpaged_models import random_model
 
-import jax.numpy as jnp
-import numpy as np
-from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, param_shapes
+__all__ = ["SMOLLM2_135M", "random_model"]
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -21,18 +19,3 @@ SMOLLM2_135M = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
-
-
-def random_model(hf_config: dict[str, Any], dtype: str, seed: int = 0) -> LoadedModel:
-    """A model without tokenizer whose matrices are normal with deviation 1 / sqrt(inputs)."""
-    config = ModelConfig.from_hf(hf_config)
-    graphdef, shapes = param_shapes(config, jnp.dtype(dtype))
-    rng = np.random.default_rng(seed)
-
-    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if "norm" in name:
-            return np.ones(shape, np.float32)
-        return rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
-
-    params = {name: jnp.asarray(draw(name, s.shape), s.dtype) for name, s in shapes.items()}
-    return LoadedModel(config, graphdef, params, None, GenerationDefaults())
