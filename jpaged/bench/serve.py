@@ -24,12 +24,21 @@ PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 READY_POLL = 0.2  # seconds between looks at a server that is not there yet
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that tells a default where there is one and the text does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []) or "(default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_serve(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
         help="measure a running server",
         description="Send requests to a running server and measure how fast it answers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     parser.set_defaults(run=run_serve)
     add = parser.add_argument_group("server").add_argument

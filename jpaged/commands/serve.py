@@ -56,7 +56,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-keyfile", metavar="FILE", help="... and this key")
     add("--uvicorn-log-level", choices=["critical", "error", "warning", "info", "debug"], default="info")
     add("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
-    add("--embeddings", choices=POOLINGS, help="serve /v1/embeddings, pooled so (default: no; a program more a length)")
+    add("--embeddings", choices=POOLINGS, help="serve /v1/embeddings, pooled so (default: it is not served)")
     add = parser.add_argument_group("chat").add_argument
     add("--chat-template", metavar="FILE", help="a Jinja file, or the template itself (default: the checkpoint's)")
     add("--trust-request-chat-template", action="store_true", help="let clients bring a template")
