@@ -3,36 +3,39 @@
     python scripts/aot_check.py v5e            # also: v6e, h200
     python scripts/aot_check.py h200x8         # the steps of a model divided among eight; also v5e-8, v6e-8, ...
     python scripts/aot_check.py h200 --smoke   # the least of it, in seconds
-    python scripts/aot_check.py h200 --triton  # besides: registers, spills, tensor-core instructions of the GPU kernels
+    python scripts/aot_check.py h200 --triton  # instead: registers, spills, tensor-core instructions of the GPU kernels
 
 The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda]'`, in an environment each; --triton needs the
 triton wheel as well. Checked are, of every program: it compiles; the pool is updated in place (aliased); nothing of the
 size of the pool or of a weight is copied; temporaries take less than 5 % of the pool; our kernels are called.
 Of several chips, numbers are those of each.
-Status 1 if anything fails. The last lines are a table; --json writes it as JSON.
+Status 1 if anything fails. The last lines are a table, with kernels of all shapes in one row; --json writes it as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
+import importlib.metadata
+import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from aot_triton import compile_triton
+from aot_triton import ARCHITECTURES, compile_triton, summarize_triton
+from bench_tools import make_parser, print_table, save_json
 from jax import ShapeDtypeStruct as Array
 from jpaged_models import ModelConfig, cache_shapes, repeat_kv_heads
 
 from jpaged import EngineConfig
 from jpaged.planner import byte_size, describe_engine
 from jpaged.targets import Target, find_target, inspect, lower_for, prepare
-from pallas_kernels import KVPages, PagedBatch, copy_blocks, page_shapes, paged_attention, write_kv
+from pallas_kernels import AttentionSpec, KVPages, PagedBatch, copy_blocks, page_shapes, paged_attention, write_kv
+from pallas_kernels.triton.attention import attention as triton_attention
+from pallas_kernels.triton.choices import KernelTiles, choose_prefill
 
 LLAMA = {
     "model_type": "llama",
@@ -93,11 +96,16 @@ class Case(NamedTuple):
     def sinks(self) -> bool:
         return dict(self.options).get("sinks", False)
 
+    @property
+    def static(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options if name != "sinks"}
+
     def __str__(self) -> str:
         options = "".join(f" {name}" for name, _ in self.options)
         return f"{self.kv_heads}x{self.group}x{self.head_dim} {self.dtype} q {self.query}{options}"
 
 
+KERNELS = ("decode", "mixed", "write")  # what kernel_programs' names begin with
 EVERY_OPTION = (("window", 100), ("soft_cap", 30.0), ("sinks", True), ("return_lse", True))
 CASES = (
     Case(),
@@ -122,10 +130,9 @@ def kernel_programs(case: Case, platform: str) -> Iterator[Program]:
     blocks = POOL_BYTES // 16 // (block_size * byte_size(token))
     pages = page_shapes(blocks, case.kv_heads, block_size, case.head_dim, case.dtype, platform)
     heads = case.kv_heads * case.group
-    options = {name: value for name, value in case.options if name != "sinks"}
 
     def attend(q: Any, pages: KVPages, batch: PagedBatch, sinks: Any) -> Any:
-        return paged_attention(q, pages, batch, scale=case.head_dim**-0.5, sinks=sinks, **options)
+        return paged_attention(q, pages, batch, scale=case.head_dim**-0.5, sinks=sinks, **case.static)
 
     kept = large_sizes(pages)
     sinks = Array((heads,), jnp.float32) if case.sinks else None
@@ -207,30 +214,74 @@ def check(program: Program, target: Target) -> dict[str, Any]:
         "aliased_mib": report.alias_bytes >> 20,
         "temporary_mib": round(report.temporary_bytes / 2**20, 1),
         "kernels": report.kernels,
-        "hlo_read": report.has_text,
+        "copies": len(report.copies) if report.has_text else None,
     }
 
 
 def run(target_name: str, smoke: bool, layers: int, triton: bool) -> list[dict[str, Any]]:
-    """The rows of the table, printed as they come."""
+    """A row for each program, printed as they come."""
     target = find_target(target_name)
+    if triton:
+        return list(run_triton(target, CASES[:2] if smoke else CASES))
     cases = () if target.chips > 1 else CASES[:2] if smoke else CASES  # a chip's kernels do not know of others
     programs = [program for case in cases for program in kernel_programs(case, target.platform)]
+    rows = []
     for name in ("tiny",) if smoke else ("llama-3-8b", "qwen3-0.6b"):
         steps = list(step_programs(name, 1 if smoke else layers, target))
         programs += steps[1:] if smoke else steps
-    rows = []
     for program in programs:
         rows.append(check(program, target))
         print_row(rows[-1])
-    if triton:
-        for program in programs:
-            if program.name.startswith("mixed "):  # it has all three kernels
-                lowered = lower_for(target, program.function, *program.arguments)
-                for row in compile_triton(lowered, program.name):
-                    rows.append(row)
-                    print_row(row)
     return rows
+
+
+def run_triton(target: Target, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """A row for each GPU kernel, shape and architecture, with the tiles that are chosen there."""
+    if target.platform != "cuda" or target.chips > 1:
+        raise ValueError("--triton needs the target h200: it is about the kernels of one GPU")
+    for case, architecture in itertools.product(cases, ARCHITECTURES):
+        mixed = next(program for program in kernel_programs(case, "cuda") if program.name.startswith("mixed "))
+        spec = AttentionSpec(case.head_dim**-0.5, **case.static)
+        tiles = KernelTiles(prefill=choose_prefill(*mixed.arguments[:2], architecture))
+        attend = functools.partial(triton_attention, spec=spec, tiles=tiles)
+        lowered = lower_for(target, jax.jit(attend), *mixed.arguments)
+        for row in compile_triton(lowered, mixed.name, architecture):
+            print_row(row)
+            yield row
+
+
+def summarize(target_name: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table: a row for each step, and one for each kind of kernel at all its shapes; bytes are the most of them."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        kind = row["program"].split()[0]
+        groups.setdefault(f"{kind} kernels" if kind in KERNELS else row["program"], []).append(row)
+    table = []
+    for name, group in groups.items():
+        copies = [row.get("copies") for row in group]
+        table.append(
+            {
+                "target": target_name,
+                "program": name,
+                "as it should be": f"{sum(not row['problems'] for row in group)} of {len(group)}",
+                "pool aliased MiB": max(row.get("aliased_mib", 0) for row in group) or None,
+                "temporaries MiB": max(row.get("temporary_mib", 0) for row in group),
+                "calls of our kernels": min(row.get("kernels", 0) for row in group),
+                "copies of pool or weights": "not readable" if None in copies else sum(copies),
+            }
+        )
+    return table
+
+
+def list_compilers() -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in ("libtpu", "jax-cuda13-plugin", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -241,12 +292,11 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("target", help="a target of jpaged plan: v5e, v6e-8, h200, h200x8, ...")
     parser.add_argument("--smoke", action="store_true", help="two shapes, and a tiny model's decode loop")
     parser.add_argument("--layers", type=int, default=2, help="layers of the models (default: 2)")
-    parser.add_argument("--triton", action="store_true", help="compile the GPU kernels with the triton wheel too")
-    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--triton", action="store_true", help="compile the GPU kernels with the triton wheel instead")
     options = parser.parse_args()
     prepare()
     try:
@@ -254,8 +304,9 @@ def main() -> int:
     except ValueError as error:
         print(f"aot_check: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    table = summarize_triton(rows) if options.triton else summarize(options.target, rows)
+    print_table(list(table[0]), [list(row.values()) for row in table])
+    save_json(options.json, table, list_compilers())
     failed = sum(bool(row["problems"]) for row in rows)
     print(f"{options.target}: {len(rows) - failed} of {len(rows)} programs as they should be")
     return 1 if failed else 0

@@ -76,8 +76,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     print(make_table(header, rows))
 
 
-def save_json(path: str | None, rows: Any) -> None:
+def save_json(path: str | None, rows: Any, machine: Mapping[str, Any] | None = None) -> None:
     """Write rows with the command, the date and the machine they came from; nothing without a path.
+
+    machine: what else to say of it.
 
     The file is what `make_benchmarks.py` reads: in docs/results/benchmarks it becomes a table of docs/benchmarks.md.
     """
@@ -90,7 +92,7 @@ def save_json(path: str | None, rows: Any) -> None:
     found = {
         "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
         "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
+        "machine": {**describe_machine(), **(machine or {})},
         "rows": rows,
     }
     target.write_text(json.dumps(found, indent=1, default=float) + "\n")

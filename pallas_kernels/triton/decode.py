@@ -28,8 +28,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tiles import arange, ceil_div
+from pallas_kernels.triton.choices import LEAST, DecodeTiles, choose_decode, power_of_two
 from pallas_kernels.triton.tiles import (
-    LEAST,
     LOG2_E,
     MASKED,
     Geometry,
@@ -39,12 +39,9 @@ from pallas_kernels.triton.tiles import (
     flatten,
     get_geometry,
     load_rows,
-    power_of_two,
     store_rows,
 )
 
-PROGRAMS = 2048  # about 8 for each place that 132 multiprocessors have
-LEAST_KEYS = 256  # an item's partial result is then 2 % of the keys and values it read, or less
 UNION = 16  # items that are joined at once
 
 
@@ -61,14 +58,14 @@ class Items(NamedTuple):
     offsets: jax.Array
 
 
-def cut_items(lengths: jax.Array, columns: int, spec: AttentionSpec, geometry: Geometry) -> Items:
+def cut_items(lengths: jax.Array, columns: int, spec: AttentionSpec, geometry: Geometry, sizes: DecodeTiles) -> Items:
     """Items of sequences of lengths i32[R], whose tables have `columns` columns."""
     sequences, span = lengths.shape[0], geometry.span
-    least = max(1, LEAST_KEYS // span)  # spans an item
+    least = max(1, sizes.least_keys // span)  # spans an item
     most_keys = columns * geometry.block_size
     if spec.window is not None:
         most_keys = min(most_keys, spec.window)
-    spare = min(-(-PROGRAMS // geometry.kv_heads), sequences * (-(-most_keys // (span * least)) - 1))
+    spare = min(-(-sizes.programs // geometry.kv_heads), sequences * (-(-most_keys // (span * least)) - 1))
     begin = jnp.zeros_like(lengths) if spec.window is None else jnp.maximum(lengths - spec.window, 0)
     spans = ceil_div(lengths - begin, span)
     each = jnp.maximum(ceil_div(jnp.sum(spans, dtype=jnp.int32), max(spare, 1)), least)  # spans an item
@@ -99,6 +96,7 @@ def decode_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     interpret: bool,
+    sizes: DecodeTiles | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Each row's attention over its own sequence.
 
@@ -112,18 +110,20 @@ def decode_attention(
         spec: see there.
         sinks: f32[Hq] or None.
         interpret: run on XLA's operations, to test without a GPU.
+        sizes: of the tiles; None: as `choices` chooses.
 
     Returns:
         (out [T, Hq, D] in q's dtype, lse f32[T, Hq] or None).
     """
     rows, heads, head_dim = q.shape
     sequences, columns = block_tables.shape
-    g = get_geometry(q, pages)
+    sizes = sizes or choose_decode(q, pages)
+    g = get_geometry(q, pages, sizes.span)
     if num_decode is not None:
         lengths = jnp.where(arange(sequences) < num_decode, lengths, 0)
-    items = cut_items(lengths, columns, spec, g)
+    items = cut_items(lengths, columns, spec, g, sizes)
     count = items.sequence.shape[0]
-    compiler = plgpu.CompilerParams(num_warps=4, num_stages=3)
+    compiler = plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
     parts, part_lse = pl.pallas_call(
         functools.partial(_attend_items, spec=spec, geometry=g),
         grid=(count, g.kv_heads),

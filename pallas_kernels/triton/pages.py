@@ -15,7 +15,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.pages import KVPages, take_blocks
 from pallas_kernels.storage import quantise, to_storage
 from pallas_kernels.tiles import arange
-from pallas_kernels.triton.tiles import Ref, flatten, load_rows, power_of_two, store_rows
+from pallas_kernels.triton.choices import power_of_two
+from pallas_kernels.triton.tiles import Ref, flatten, load_rows, store_rows
 
 CHUNK = 2048  # elements of a block that a program moves
 

@@ -1,8 +1,8 @@
 """Ragged prefill attention in one Triton kernel: chunks of any sequences, packed, causal over their pages.
 
 A program takes some neighbouring query rows of one sequence, a *tile*, and one KV head. The tile's rows and the query
-heads of the group make up the m = `TILE` rows of the products, (row, head) by (row, head), so that a group of any size
-fills them:
+heads of the group make up the m rows of the products (`PrefillTiles.height`), (row, head) by (row, head), so that a
+group of any size fills them:
 
     group of 3, m = 16:   row 0 0 0 1 1 1 2 2 2 3 3 3 4 4 4 -
                           head 0 1 2 0 1 2 0 1 2 0 1 2 0 1 2 -
@@ -25,8 +25,8 @@ from pallas_kernels.batch import PagedBatch
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tiles import Tiles, arange, ceil_div, cut_tiles
+from pallas_kernels.triton.choices import PrefillTiles, choose_prefill
 from pallas_kernels.triton.tiles import (
-    LEAST,
     LOG2_E,
     Geometry,
     Ref,
@@ -35,19 +35,8 @@ from pallas_kernels.triton.tiles import (
     flatten,
     get_geometry,
     load_rows,
-    power_of_two,
     store_rows,
 )
-
-TILE = 128  # rows of the products: two warp groups of 64
-
-
-def tile_height(rows: int, geometry: Geometry) -> int:
-    """m, the rows of a tile's products, for a batch of so many query rows: what registers hold without spilling."""
-    most = TILE if geometry.lanes <= 128 else TILE // 2
-    if geometry.dtype == jnp.float32:
-        most = LEAST
-    return max(LEAST, power_of_two(geometry.group), min(most, power_of_two(rows * geometry.group)))
 
 
 def prefill_attention(
@@ -60,6 +49,7 @@ def prefill_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     interpret: bool,
+    sizes: PrefillTiles | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Fills in the rows of sequences `first` and later, in place.
 
@@ -72,27 +62,28 @@ def prefill_attention(
         spec: see there.
         sinks: f32[Hq] or None.
         interpret: run on XLA's operations, to test without a GPU.
+        sizes: of the tiles; None: as `choices` chooses.
 
     Returns:
         (out, lse).
     """
     rows, heads, head_dim = q.shape
-    g = get_geometry(q, pages)
-    height = tile_height(rows, g)
-    rows_each = height // g.group
+    sizes = sizes or choose_prefill(q, pages)
+    g = get_geometry(q, pages, sizes.span)
+    rows_each = sizes.height // g.group
     tiles = cut_tiles(batch, first[0], rows, rows_each)
     kept = [out.reshape(rows * heads, head_dim)] + ([] if lse is None else [lse.reshape(-1)])
     sink = [] if sinks is None else [sinks]
     inputs = (q.reshape(rows * heads, head_dim), flatten(pages), batch.block_tables, tiles, *sink)
     first_kept = len(jax.tree.leaves(inputs))
     results = pl.pallas_call(
-        functools.partial(_attend_tiles, height=height, has_sinks=bool(sink), kept=len(kept), spec=spec, geometry=g),
+        functools.partial(
+            _attend_tiles, height=sizes.height, has_sinks=bool(sink), kept=len(kept), spec=spec, geometry=g
+        ),
         grid=(tiles.row.shape[0], g.kv_heads),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept],
         input_output_aliases={first_kept + i: i for i in range(len(kept))},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=8 if height * max(g.lanes, 128) >= TILE * 128 else 4, num_stages=2
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
         name="paged_prefill",
     )(*inputs, *kept)

@@ -17,20 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.checks import QUANTISED
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tiles import arange
+from pallas_kernels.triton.choices import LEAST, power_of_two, product_dtype
 
 MASKED = -1e30  # finite, or a tile without a visible key would give inf - inf
 LOG2_E = math.log2(math.e)
-LEAST = 16  # rows, columns and terms of a matrix product
 Ref = Any
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 class Geometry(NamedTuple):
@@ -52,25 +46,9 @@ class Geometry(NamedTuple):
         return self.kv_heads * self.group
 
 
-def get_geometry(q: jax.Array, pages: KVPages) -> Geometry:
+def get_geometry(q: jax.Array, pages: KVPages, span: int) -> Geometry:
     _, kv_heads, block_size, head_dim = pages.k.shape
-    lanes = max(LEAST, power_of_two(head_dim))
-    # A step's keys and values, 64 of 128 numbers in bfloat16, take 32 KB of shared memory for each stage of the
-    # pipeline. Products of float32 are not for the tensor cores; what matters there is that their operands, which every
-    # thread has whole rows of, fit in registers.
-    dtype = product_dtype(q, pages)
-    span = 64 if lanes <= 128 else 32
-    if dtype == jnp.float32:
-        span = LEAST
-    return Geometry(kv_heads, q.shape[1] // kv_heads, head_dim, block_size, span, dtype)
-
-
-def product_dtype(q: jax.Array, pages: KVPages) -> jnp.dtype:
-    """The queries' 16-bit dtype where it holds the pages' numbers, for the tensor cores; else float32."""
-    stored = pages.k.dtype.name
-    if q.dtype == jnp.bfloat16 and stored in ("bfloat16", "uint16", *QUANTISED):
-        return jnp.dtype(jnp.bfloat16)
-    return jnp.dtype(jnp.float16 if q.dtype == jnp.float16 and stored == "float16" else jnp.float32)
+    return Geometry(kv_heads, q.shape[1] // kv_heads, head_dim, block_size, span, product_dtype(q, pages))
 
 
 def flatten(pages: KVPages) -> KVPages:
