@@ -1,9 +1,10 @@
 """What fits on a machine that is not here, and how fast it can be at best: from a compiled step, not from a formula.
 
 Weights and KV are counted from their shapes; what a step needs besides is what the machine's own compiler says of it. A
-step of two layers is compiled, for layers use each other's temporaries. Speed is a roofline: a decode step cannot end
-before its weights and the keys and values of its sequences have been read once. A model that is divided among chips is
-counted by what each of them has; the time that they wait for one another is not.
+step of two layers is compiled, for layers use each other's temporaries. Speed is a roofline (Williams et al., 2009): a
+decode step cannot end before its weights and the keys and values of its sequences have been read once, nor before its
+products are done, attention's left out. A model that is divided among chips is counted by what each of them has; the
+time that they wait for one another is not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from jpaged_models import (
     split_of,
     whole_shapes,
 )
+from jpaged_models.split import AXIS, Split
 
+from jpaged.chips import Chip
 from jpaged.config import EngineConfig
 from jpaged.parallel import state_shardings
 from jpaged.runner import Programs, build_programs
@@ -37,6 +40,8 @@ class Needs(NamedTuple):
     """Bytes on one chip."""
 
     weights: int
+    read: int  # of the weights by a decode step: an embedding that is not the head too gives it a few rows only
+    layers: int  # of the weights, those of layers: what every token of a prompt is multiplied with
     state: int  # all of the engine's besides KV
     temporaries: int  # of the largest step
     block: int  # one KV block over all layers
@@ -82,11 +87,24 @@ def measure(model: ModelConfig, config: EngineConfig, dtype: str, kv_dtype: str,
         plan = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         memory: Any = lower_for(target, program, params, state, plan).compile().memory_analysis()
         temporaries = max(temporaries, memory.temp_size_in_bytes)
+    return count(model, config, dtype, kv_dtype, target)._replace(
+        state=byte_size(state._replace(cache=())), temporaries=temporaries
+    )
+
+
+def count(model: ModelConfig, config: EngineConfig, dtype: str, kv_dtype: str, target: Target) -> Needs:
+    """What follows from shapes alone; nothing is compiled, and `state` and `temporaries` are 0."""
+    split = Split(AXIS, target.chips) if target.chips > 1 else None
+    weights = param_shapes(model, jnp.dtype(dtype), split)[1]
+    embedding = byte_size(weights["embedding"])
+    heads = [byte_size(x) for name, x in weights.items() if name.startswith("head.")]
     whole = repeat_kv_heads(model, target.chips)
     return Needs(
-        weights=byte_size(param_shapes(model, jnp.dtype(dtype), split_of(find_mesh(target)))[1]),
-        state=byte_size(state._replace(cache=())),
-        temporaries=temporaries,
+        weights=byte_size(weights),
+        read=byte_size(weights) - (embedding if heads else 0),
+        layers=byte_size(weights) - embedding - sum(heads),
+        state=0,
+        temporaries=0,
         block=byte_size(cache_shapes(whole, 1, config.block_size, kv_dtype, target.platform)) // target.chips,
     )
 
@@ -98,15 +116,23 @@ def fit(needs: Needs, memory_bytes: int, block_size: int, max_model_len: int) ->
     return Fit(blocks * needs.block, blocks, blocks * block_size, blocks // -(-max_model_len // block_size))
 
 
-def decode_rate(needs: Needs, block_size: int, sequences: int, context: int, bandwidth: float) -> float:
-    """The most tokens/s of so many sequences with so many tokens in the cache each, by the bytes that must be read."""
-    read = needs.weights + sequences * context * needs.block / block_size
-    return sequences * bandwidth / read
+def decode_rate(
+    needs: Needs, itemsize: int, block_size: int, sequences: int, context: int, chip: Chip | Target
+) -> float:
+    """The most tokens/s of so many sequences with so many tokens in the cache each: reading what must be read, or two
+    operations for each weight and sequence, whatever takes longer.
+
+    itemsize: bytes of a weight.
+    """
+    read = needs.read + sequences * context * needs.block / block_size
+    operations = 2 * sequences * needs.read / itemsize
+    return sequences / max(read / chip.bandwidth, operations / chip.flops)
 
 
-def prefill_rate(weights: int, itemsize: int, flops: float) -> float:
-    """The most prompt tokens/s, by two operations for each weight and token (attention left out)."""
-    return flops / (2 * weights / itemsize)
+def prefill_rate(needs: Needs, itemsize: int, chip: Chip | Target) -> float:
+    """The most prompt tokens/s, by two operations for each weight of the layers and token (the head sees one token of a
+    prompt)."""
+    return chip.flops / (2 * needs.layers / itemsize)
 
 
 def byte_size(tree: Any) -> int:

@@ -60,7 +60,10 @@ NEEDS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "cuda")}  # a m
 
 def prepare() -> None:
     """Tells JAX and the compilers not to look for devices. To be called before JAX is first used."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu: do not ask a cloud for its metadata
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu: do not ask a cloud for its metadata,
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # nor complain of what that would have said;
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # the topology is what it compiles for
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no chip for which to allow one process only
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the CUDA plugin: there is no driver
     jax.config.update("jax_platforms", "cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -58,15 +59,17 @@ def run_plan(options: argparse.Namespace) -> None:
         tensor_parallel_size=target.chips,
     )
     kv_dtype = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    print(f"compiling two steps for {options.target}, which can take minutes", file=sys.stderr, flush=True)
     needs = measure(model, config, options.dtype, kv_dtype, target)
     usable = int(target.memory_bytes * options.memory_fraction)
     found = fit(needs, usable, options.block_size, length)
-    rates = {
-        f"{sequences}x{context}": round(decode_rate(needs, options.block_size, sequences, context, target.bandwidth))
-        for sequences in sorted({1, 16, options.max_num_seqs})
-        for context in (1024, length)
-        if sequences * -(-context // options.block_size) <= found.blocks
-    }
+    itemsize = jnp.dtype(options.dtype).itemsize
+    rates = {}
+    for context in sorted({min(1024, length), length}):
+        most = min(options.max_num_seqs, found.blocks // -(-context // options.block_size))
+        for sequences in sorted({1, min(16, most), most}) if most else ():
+            rate = decode_rate(needs, itemsize, options.block_size, sequences, context, target)
+            rates[f"{sequences}x{context}"] = round(rate)
     result = {
         "target": options.target,
         "chips": target.chips,
@@ -81,31 +84,34 @@ def run_plan(options: argparse.Namespace) -> None:
         "kv_tokens": found.tokens,
         "sequences_of_max_model_len": found.sequences,
         "decode_tokens_per_s_at_most": rates,
-        "prompt_tokens_per_s_at_most": round(
-            prefill_rate(needs.weights, jnp.dtype(options.dtype).itemsize, target.flops)
-        ),
+        "prompt_tokens_per_s_at_most": round(prefill_rate(needs, itemsize, target)),
     }
-    print(json.dumps(result) if options.json else describe(result, length))
+    print(json.dumps(result) if options.json else describe(result, length, options.block_size))
 
 
-def describe(result: dict, length: int) -> str:
+def describe(result: dict, length: int, block_size: int) -> str:
     """For people to read."""
     r = result
-    if not r["kv_blocks"]:
-        fits = "The model does not fit."
-    else:
-        fits = (
-            f"KV cache    {r['kv_gib']:8.2f} GiB   {r['kv_blocks']} blocks, {r['kv_tokens']} tokens of "
-            f"{r['kv_bytes_per_token']} bytes: {r['sequences_of_max_model_len']} sequences of {length} tokens"
-        )
+    chips = "" if r["chips"] == 1 else f", divided among {r['chips']} chips (tensor_parallel_size); numbers are of each"
     lines = [
-        f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} GiB to be used",
-        "one chip" if r["chips"] == 1 else f"divided among {r['chips']} chips (tensor_parallel_size); of each:",
-        f"weights     {r['weights_gib']:8.2f} GiB",
-        f"state       {r['state_gib']:8.2f} GiB   all that the engine keeps besides weights and KV",
-        f"temporaries {r['temporaries_gib']:8.2f} GiB   as the compiler says, of the largest step",
-        fits,
-        f"At most {r['prompt_tokens_per_s_at_most']} prompt tokens/s, and by sequences x tokens in the cache of each:",
-        *(f"    {name:>12} {rate:8} tokens/s" for name, rate in r["decode_tokens_per_s_at_most"].items()),
+        f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} of them to be used{chips}",
+        f"  weights     {r['weights_gib']:8.2f} GiB",
+        f"  state       {r['state_gib']:8.2f} GiB   all that the engine keeps besides weights and KV",
+        f"  temporaries {r['temporaries_gib']:8.2f} GiB   of the largest step, as the compiler says",
     ]
+    if not r["kv_blocks"]:
+        return "\n".join([*lines, "The model does not fit: nothing is left for a block of keys and values."])
+    lines += [
+        f"  KV cache    {r['kv_gib']:8.2f} GiB   {r['kv_blocks']:,} blocks of {block_size} tokens, "
+        f"{r['kv_bytes_per_token']:,} bytes a token",
+        f"It holds {r['kv_tokens']:,} tokens: {r['sequences_of_max_model_len']:,} sequences of {length:,}.",
+        "At most, by memory's speed and the products' (a roofline; what chips wait for one another is left out):",
+        f"  {r['prompt_tokens_per_s_at_most']:10,} tokens/s of prompts",
+    ]
+    for name, rate in r["decode_tokens_per_s_at_most"].items():
+        sequences, context = map(int, name.split("x"))
+        among = "sequence" if sequences == 1 else "sequences"
+        lines.append(
+            f"  {rate:10,} tokens/s generated for {sequences} {among} with {context:,} tokens in the cache each"
+        )
     return "\n".join(lines)
