@@ -258,15 +258,16 @@ def summarize(target_name: str, rows: Sequence[dict[str, Any]]) -> list[dict[str
         groups.setdefault(f"{kind} kernels" if kind in KERNELS else row["program"], []).append(row)
     table = []
     for name, group in groups.items():
-        copies = [row.get("copies") for row in group]
+        compiled = [row for row in group if "kernels" in row]
+        copies = [row["copies"] for row in compiled]
         table.append(
             {
                 "target": target_name,
                 "program": name,
                 "as it should be": f"{sum(not row['problems'] for row in group)} of {len(group)}",
-                "pool aliased MiB": max(row.get("aliased_mib", 0) for row in group) or None,
-                "temporaries MiB": max(row.get("temporary_mib", 0) for row in group),
-                "calls of our kernels": min(row.get("kernels", 0) for row in group),
+                "pool aliased MiB": max((row["aliased_mib"] for row in compiled), default=0) or None,
+                "temporaries MiB": max((row["temporary_mib"] for row in compiled), default=None),
+                "calls of our kernels": min((row["kernels"] for row in compiled), default=None),
                 "copies of pool or weights": "not readable" if None in copies else sum(copies),
             }
         )

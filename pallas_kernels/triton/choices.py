@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.checks import QUANTISED
 from pallas_kernels.pages import KVPages
 
-HOPPER = 90  # sm_90: its tensor cores read operands from shared memory, which older ones hold in registers
+HOPPER = 90  # sm_90
+READS_SHARED_MEMORY = range(HOPPER, 120)  # tensor cores that need not have their operands in registers, as others do
 LEAST = 16  # rows, columns and terms of a matrix product
 
 
@@ -68,7 +69,7 @@ def choose_prefill(q: jax.Array, pages: KVPages, architecture: int | None = None
         most = LEAST
     height = max(LEAST, power_of_two(group), min(most, power_of_two(rows * group)))
     span = choose_span(q, pages)
-    if lanes == 128 and (architecture or find_architecture()) < HOPPER:
+    if lanes == 128 and (architecture or find_architecture()) not in READS_SHARED_MEMORY:
         span = min(span, 32)
     return PrefillTiles(height, span, warps=8 if height * max(lanes, 128) >= 128 * 128 else 4)
 
