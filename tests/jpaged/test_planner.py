@@ -16,6 +16,7 @@ from tiny import HF_CONFIG
 from jpaged import EngineConfig, targets
 from jpaged.chips import Chip
 from jpaged.cli import main
+from jpaged.commands.plan import describe
 from jpaged.planner import Needs, count, decode_rate, fit, prefill_rate
 from jpaged.targets import TARGETS, Target
 
@@ -74,12 +75,10 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
     used = plan["kv_gib"] + plan["weights_gib"] + plan["state_gib"] + plan["temporaries_gib"]
     assert plan["usable_gib"] == 0.9 and 0.8 < used <= 0.91
     assert list(plan["decode_tokens_per_s_at_most"]) == ["1x64", "8x64"]
-    assert main([*command, "--memory-fraction", "0.00001"]) == 0
-    assert "The model does not fit" in capsys.readouterr().out
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert f"{plan['kv_blocks']:,} blocks of 16 tokens, 512 bytes a token" in said
+    said = describe(plan, 64, 16)
+    assert f"{plan['kv_blocks']:,} blocks of 16 tokens, 256 bytes a token" in said
     assert "tokens/s generated for 8 sequences with 64 tokens in the cache each" in said
+    assert "The model does not fit" in describe({**plan, "kv_blocks": 0}, 64, 16)
 
 
 @pytest.mark.parametrize(
