@@ -14,7 +14,6 @@ Status 1 if anything fails. The last lines are a table, with kernels of all shap
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import itertools
 import math
@@ -241,13 +240,21 @@ def run_triton(target: Target, cases: Sequence[Case]) -> Iterator[dict[str, Any]
         raise ValueError("--triton needs the target h200: it is about the kernels of one GPU")
     for case, architecture in itertools.product(cases, ARCHITECTURES):
         mixed = next(program for program in kernel_programs(case, "cuda") if program.name.startswith("mixed "))
-        spec = AttentionSpec(case.head_dim**-0.5, **case.static)
         tiles = KernelTiles(prefill=choose_prefill(*mixed.arguments[:2], architecture))
-        attend = functools.partial(triton_attention, spec=spec, tiles=tiles)
-        lowered = lower_for(target, jax.jit(attend), *mixed.arguments)
+        lowered = lower_for(target, with_tiles(case, tiles), *mixed.arguments)
         for row in compile_triton(lowered, mixed.name, architecture):
             print_row(row)
             yield row
+
+
+def with_tiles(case: Case, tiles: KernelTiles) -> Any:
+    """The GPU kernels as a jitted function of what `paged_attention` takes."""
+    spec = AttentionSpec(case.head_dim**-0.5, **case.static)
+
+    def attend(q: Any, pages: KVPages, batch: PagedBatch, sinks: Any) -> Any:
+        return triton_attention(q, pages, batch, spec, sinks, tiles=tiles)
+
+    return jax.jit(attend)
 
 
 def summarize(target_name: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
