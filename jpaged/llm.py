@@ -233,6 +233,8 @@ class LLM:
                     output = streams[request_id].next(requests) if request_id in streams else None
                     if output is not None:
                         yield output
+        while not self.engine.requests and self.engine.has_unfinished():  # blocks go back now, not with the next prompt
+            self.engine.step()
 
     def chat(
         self,

@@ -84,6 +84,7 @@ def test_stream_of_several_outputs(llm, kind) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=2, max_tokens=9, ignore_eos=True, output_kind=kind)
     (whole,) = llm.generate("w5 w6", params, use_tqdm=False)
     outputs = list(llm.stream("w5 w6", params))
+    assert llm.stats().blocks.used == 0, "blocks go back with the end of the stream"
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     if kind is RequestOutputKind.FINAL_ONLY:
         assert outputs[0].outputs == whole.outputs
