@@ -72,7 +72,8 @@ def init_tables(num_rows: int, max_blocks: int) -> BlockTables:
 
 def blocks_needed(length: jax.Array, block_size: int) -> jax.Array:
     """Blocks that hold `length >= 0` tokens: ceil(length / block_size), without overflow near 2**31."""
-    return length // block_size + (length % block_size != 0)
+    # Not `//` and `%`: to be right for negative numbers too they take ten operations each, in many places.
+    return lax.div(length, block_size) + (lax.rem(length, block_size) != 0)
 
 
 def grow(
@@ -306,7 +307,8 @@ def copy_on_write(
     """
     num_rows, max_blocks, num_blocks = _check(pool, tables, block_size, mask=mask)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    column = jnp.where(mask & (tables.length % block_size != 0), tables.length // block_size, max_blocks)
+    column, used = lax.div(tables.length, block_size), lax.rem(tables.length, block_size)
+    column = jnp.where(mask & (used != 0), column, max_blocks)
     src = tables.blocks.at[row, column].get(mode="fill", fill_value=0)
     owners = pool.refcount.at[src].get(mode="fill", fill_value=0)
     shared = owners > 1

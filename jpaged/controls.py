@@ -146,7 +146,7 @@ def _add_bias(logits: jax.Array, position: jax.Array, ids: jax.Array, values: ja
         some = jnp.where(fresh, lax.dynamic_slice_in_dim(ids, at, chunk, 1), logits.shape[1])
         return logits.at[row, some].add(lax.dynamic_slice_in_dim(values, at, chunk, 1), mode="drop")
 
-    return lax.fori_loop(0, (used + chunk - 1) // chunk, add, logits)
+    return lax.fori_loop(0, lax.div(used + chunk - 1, chunk), add, logits)
 
 
 def _penalize(logits: jax.Array, counts: jax.Array, penalties: jax.Array) -> jax.Array:

@@ -184,4 +184,4 @@ def _over(
         inside = at < count
         return body(jnp.where(inside, slots, num_rows), columns, jnp.where(inside, names, 0), state)
 
-    return lax.fori_loop(0, (count + _TILE - 1) // _TILE, step, state)
+    return lax.fori_loop(0, lax.div(count + _TILE - 1, _TILE), step, state)

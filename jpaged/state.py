@@ -93,9 +93,10 @@ def count_blocks(pool: BlockPool, tables: BlockTables, named: NamedBlocks, *, bl
     owners = pool.refcount - named.held  # sequences that have the block
     used = jnp.sum(owners > 0, dtype=jnp.int32)
     # Only last blocks have room left. Sequences that share one share its empty slots too.
-    last = jnp.where(tables.length % block_size != 0, tables.length // block_size, tables.blocks.shape[1])
+    in_last = lax.rem(tables.length, block_size)  # tokens, 0 where the last block is full
+    last = jnp.where(in_last != 0, lax.div(tables.length, block_size), tables.blocks.shape[1])
     block = tables.blocks.at[jnp.arange(last.shape[0]), last].get(mode="fill", fill_value=0)
-    room = -tables.length % block_size
+    room = jnp.where(in_last != 0, block_size - in_last, 0)
     waste = jnp.sum(room / jnp.maximum(owners.at[block].get(mode="clip"), 1))
     return BlockCounts(
         used=used,

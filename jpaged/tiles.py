@@ -27,4 +27,4 @@ def over_tiles(mask: jax.Array, tile: int, body: Callable[[jax.Array, State], St
     def step(i: jax.Array, state: State) -> State:
         return body(lax.dynamic_slice(rows, (i * tile,), (tile,)), state)
 
-    return lax.fori_loop(0, (count[-1] + tile - 1) // tile, step, state)
+    return lax.fori_loop(0, lax.div(count[-1] + tile - 1, tile), step, state)
