@@ -10,23 +10,19 @@ pool: it learns of a whole request at once, its output included, and running seq
 
 from __future__ import annotations
 
-import gzip
-import json
+import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from bench_tools import make_parser, print_table, save_json
 
 from jpaged.config import EngineConfig
-from jpaged.request import Request
-from jpaged.sampling_params import SamplingParams
-from jpaged.schedule import Schedule
-from jpaged.scheduler import Scheduler
+from jpaged.simulation import Job, SimulatedEngine, read_jobs, roofline
+from jpaged.traces import TRACE_BLOCK
 
-BLOCK = 512
 HEADER = ("blocks", "requests", "hit rate", "ideal LRU", "of ideal", "no limit", "evictions", "host us/request")
 
 
@@ -37,51 +33,43 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="only the first N")
     parser.add_argument("--running", type=int, default=16, help="most sequences at once (default: 16)")
     args = parser.parse_args()
-    lines = read_trace(args.trace)[: args.requests]
-    rows = [measure(lines, blocks, args.running) for blocks in args.blocks]
+    jobs = [dataclasses.replace(job, arrival=0.0) for job in read_jobs(args.trace, args.requests)]
+    rows = [measure(jobs, blocks, args.running) for blocks in args.blocks]
     print_table(HEADER, rows)
     save_json(args.json, [dict(zip(HEADER, row, strict=True)) for row in rows])
 
 
-def read_trace(path: Path) -> list[dict]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-        return [json.loads(line) for line in file]
-
-
-def measure(lines: list[dict], blocks: int, running: int) -> tuple:
-    tokens = sum(line["input_length"] for line in lines)
-    ideal = count_hits(lines, blocks) / tokens
-    hits, evictions, seconds = run(lines, blocks, running)
+def measure(jobs: Sequence[Job], blocks: int, running: int) -> tuple:
+    tokens = sum(job.prompt for job in jobs)
+    ideal = count_hits(jobs, blocks) / tokens
+    hits, evictions, seconds = run(jobs, blocks, running)
     return (
         blocks,
-        len(lines),
+        len(jobs),
         f"{hits / tokens:.2%}",
         f"{ideal:.2%}",
         f"{hits / tokens / ideal:.2%}",
-        f"{count_hits(lines, None) / tokens:.2%}",
+        f"{count_hits(jobs, None) / tokens:.2%}",
         evictions,
-        round(seconds / len(lines) * 1e6),
+        round(seconds / len(jobs) * 1e6),
     )
 
 
-def cacheable(line: dict) -> list[int]:
-    """Ids of the blocks that a prompt may find in a cache: full ones, and one token at least is computed."""
-    return line["hash_ids"][: (line["input_length"] - 1) // BLOCK]
-
-
-def count_hits(lines: Iterable[dict], limit: int | None) -> int:
+def count_hits(jobs: Iterable[Job], limit: int | None) -> int:
     """Tokens found in an ideal LRU cache of `limit` blocks, or without limit."""
     cache: OrderedDict[object, None] = OrderedDict()
     hits = 0
-    for number, line in enumerate(lines):
+    for number, job in enumerate(jobs):
         known = True
-        for block in cacheable(line):
+        # Full blocks may be found, and one token at least is computed.
+        for block in job.prefix[: (job.prompt - 1) // TRACE_BLOCK]:
             known = known and block in cache
-            hits += BLOCK * known
-        prompt = line["input_length"] // BLOCK
-        whole = (line["input_length"] + line["output_length"] - 1) // BLOCK
-        own = [(number, column) for column in range(prompt, whole)]  # filled by the output: nobody asks for them
-        for block in reversed([*line["hash_ids"][:prompt], *own]):
+            hits += TRACE_BLOCK * known
+        whole = (job.prompt + job.output - 1) // TRACE_BLOCK
+        own = [
+            (number, column) for column in range(len(job.prefix), whole)
+        ]  # filled by the output: nobody asks for them
+        for block in reversed([*job.prefix, *own]):
             cache[block] = None
             cache.move_to_end(block)
         while limit is not None and len(cache) > limit:
@@ -89,59 +77,39 @@ def count_hits(lines: Iterable[dict], limit: int | None) -> int:
     return hits
 
 
-def run(lines: list[dict], blocks: int, running: int) -> tuple[int, int, float]:
+def run(jobs: Sequence[Job], blocks: int, running: int) -> tuple[int, int, float]:
     """Tokens found in our cache, evictions, and the host's seconds in the scheduler."""
-    longest = max(line["input_length"] + line["output_length"] for line in lines)
+    longest = max(job.prompt + job.output for job in jobs)
     config = EngineConfig(
         num_blocks=blocks + 1,
         max_model_len=longest,
-        block_size=BLOCK,
+        block_size=TRACE_BLOCK,
         max_num_seqs=running,
         max_num_batched_tokens=longest,
-        decode_steps=BLOCK,
+        decode_steps=TRACE_BLOCK,
         watermark=0.0,
         async_scheduling=False,
     )
-    scheduler = Scheduler(config)
-    params = SamplingParams(max_tokens=None)
-    waiting = iter(enumerate(lines))
-    seconds = 0.0
-    while True:
-        while len(scheduler.waiting) < 2 and (entry := next(waiting, None)) is not None:
-            number, line = entry
-            request = Request(str(number), [0] * line["input_length"], params, line["output_length"] or 1, seed=0)
-            request.block_keys = [
-                block.to_bytes(8, "little") for block in line["hash_ids"][: line["input_length"] // BLOCK]
-            ]
-            start = time.perf_counter()
-            scheduler.add(request)
-            seconds += time.perf_counter() - start
-        if not scheduler.has_unfinished():
-            break
+    # How long a step takes does not matter: nobody waits for the clock.
+    engine = SimulatedEngine(config, roofline("h200", "llama-3.1-8b"), queue=2)
+    scheduler, seconds = engine.scheduler, [0.0]
+    for name in ("add", "schedule", "update"):
+        setattr(scheduler, name, timed(getattr(scheduler, name), seconds))
+    engine.run(jobs)
+    return scheduler.prefix_hits, scheduler.index.evictions, seconds[0]
+
+
+def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """The same call, whose wall time is added to seconds[0]."""
+
+    def wrapped(*arguments: Any) -> Any:
         start = time.perf_counter()
-        plan = scheduler.schedule()
-        middle = time.perf_counter()
-        tokens, left = answer(plan, config, scheduler.steps_read)
-        restart = time.perf_counter()
-        scheduler.update(plan, tokens, left)
-        seconds += time.perf_counter() - restart + middle - start
-    return scheduler.prefix_hits, scheduler.index.evictions, seconds
+        try:
+            return call(*arguments)
+        finally:
+            seconds[0] += time.perf_counter() - start
 
-
-def answer(plan: Schedule, config: EngineConfig, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a device would send: every row gets its tokens, no two sequences the same."""
-    requests = [*plan.decode, *(chunk.request for chunk in plan.prefill)]
-    left = np.array([request.max_tokens - len(request.output_token_ids) for request in requests])
-    decoded = np.arange(len(requests)) < len(plan.decode)
-    counts = np.where(decoded, np.minimum(left, plan.num_steps), 1)
-    if plan.stop_early and len(plan.decode):
-        counts = np.minimum(counts, left[decoded].min())
-    steps = np.arange(plan.num_steps)[:, None]
-    tokens = np.where(steps < counts, 1 + (step * 7919 + np.arange(len(requests))) % 100_000 + steps, -1)
-    for row, chunk in enumerate(plan.prefill, len(plan.decode)):
-        if not chunk.last:
-            tokens[:, row], counts[row] = -1, 0
-    return tokens, left - counts
+    return wrapped
 
 
 if __name__ == "__main__":

@@ -3,40 +3,72 @@
 And what it costs to bring a preempted sequence back: copied to the host and back, or computed again.
 
     python scripts/bench_sharing.py saving MODEL --lengths sharegpt_lengths.csv --requests 40
-    python scripts/bench_sharing.py prefix --dtype bfloat16
-    python scripts/bench_sharing.py beams --dtype bfloat16
-    python scripts/bench_sharing.py swap --dtype bfloat16
+    python scripts/bench_sharing.py prefix
+    python scripts/bench_sharing.py beams
+    python scripts/bench_sharing.py swap
+    python scripts/bench_sharing.py record MODEL beam_parents.json
 
 saving  Share of blocks saved: (blocks without sharing - blocks used) / blocks without sharing, mean over steps, as in
         Fig. 15 of the PagedAttention paper, whose ranges stand beside. Lengths from a CSV file, or, without one, drawn
         like the paper's Alpaca (mean 19.3 tokens in, 58.5 out; geometric). Prompts of random tokens share nothing.
 prefix  Output tokens a second of prompts that begin with the same 80 or 341 tokens (Fig. 16), with the prefix cache
         on and off, in turns; a random-weight model of SmolLM2-135M's shape.
-beams   Milliseconds a token of beam width 4 and of 4 independent greedy requests, in turns; same model.
+beams   Milliseconds a token of beam width 4 and of 4 independent greedy requests, in turns, and the blocks they use;
+        the same model, or one that is given.
 swap    By block size (Fig. 19): milliseconds to copy 256 tokens to the host (out) and back (in), and to compute them
         again; and output tokens a second of requests that preempt each other for want of memory, in turns; same model.
+record  Which beams go on, of groups that a real chat model runs on short instructions: what the simulator plays back
+        (jpaged/simulation/data/beam_parents.json is from SmolLM2-135M-Instruct).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import time
+import json
+from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
-from bench_tools import make_parser, print_table, save_json
+from bench_tools import describe_machine, make_parser, print_table, save_json
 from jpaged_models import load_model
 from random_model import SMOLLM2_135M, random_model
+from sharing_measures import measure_beams, measure_prefix, measure_swap
+from tqdm import tqdm
 
 from jpaged import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from jpaged.compilation_cache import enable_compilation_cache
-from jpaged.schedule import Load, Save, Schedule
-from jpaged.tiers import StoredBlock
+from jpaged.simulation.jobs import geometric_lengths
+from jpaged.traces import read_trace
 
 PAPER = {"parallel": {"alpaca": "6.1 to 9.8", "lengths": "16.2 to 30.5"}}
 PAPER["beam"] = {"alpaca": "37.6 to 55.2", "lengths": "44.3 to 66.3"}
+PAPER_PREFIX = {80: 1.67, 341: 3.58}  # throughput over Orca (Oracle)
+INSTRUCTIONS = (
+    "Give three tips for staying healthy.",
+    "What are the three primary colors?",
+    "Describe the structure of an atom.",
+    "How can we reduce air pollution?",
+    "Write a short story about a dog that finds its way home.",
+    "Rewrite this sentence in the passive voice: The cook burned the soup.",
+    "Name four animals that live in the sea.",
+    "Explain why leaves turn red in autumn.",
+    "Suggest a title for a book about a journey to the moon.",
+    "What is the capital of Portugal, and what is it known for?",
+    "Write two lines of a poem about rain.",
+    "Sort these numbers from small to large: 7, 3, 12, 5.",
+    "How do I boil an egg?",
+    "Give an example of a metaphor and say what it means.",
+    "Summarise what a library is in one sentence.",
+    "Compare a bicycle with a car.",
+    "Write a polite email that declines an invitation to dinner.",
+    "What does a gardener do in spring?",
+    "Find the odd one out: apple, pear, hammer, plum.",
+    "Explain to a child what gravity is.",
+    "List the steps of changing a light bulb.",
+    "Make a question whose answer is 'because it was raining'.",
+    "What is the difference between weather and climate?",
+    "Describe a quiet street early in the morning.",
+)
 
 
 def main() -> None:
@@ -44,35 +76,55 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     saving = commands.add_parser("saving")
     saving.add_argument("model", help="a small real model: how long beams stay together depends on it")
-    saving.add_argument("--lengths", help="CSV file with the columns prompt_tokens, output_tokens")
+    saving.add_argument("--lengths", type=Path, help="CSV file with the columns prompt_tokens, output_tokens")
     saving.add_argument("--requests", type=int, default=40)
     saving.add_argument("--max-len", type=int, default=512, help="longer requests are left out (default: 512)")
     saving.add_argument("--width", type=int, nargs="+", default=[2, 4, 6], help="outputs, and beams")
-    for name in ("prefix", "beams"):
-        command = commands.add_parser(name)
+    prefix, beams, swap = (commands.add_parser(name) for name in ("prefix", "beams", "swap"))
+    for command in (prefix, beams, swap):
         command.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
         command.add_argument("--repeats", type=int, default=3)
-        command.add_argument("--prompts", type=int, default=16, help="of a pass of `prefix` (default: 16)")
-        command.add_argument("--prefix", type=int, nargs="+", default=[80, 341], help="tokens in common, of `prefix`")
-    swap = commands.add_parser("swap")
-    swap.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    prefix.add_argument("--prompts", type=int, default=16, help="of a pass (default: 16)")
+    prefix.add_argument("--prefix", type=int, nargs="+", default=[80, 341], help="tokens in common")
+    beams.add_argument("model", nargs="?", help="instead of the random-weight one")
+    beams.add_argument("--width", type=int, default=4)
     swap.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    swap.add_argument("--repeats", type=int, default=3)
+    record = commands.add_parser("record")
+    record.add_argument("model")
+    record.add_argument("out", type=Path)
+    record.add_argument("--width", type=int, nargs="+", default=[2, 4, 6])
+    record.add_argument("--max-tokens", type=int, default=96, help="of a group (default: 96)")
     args = parser.parse_args()
-    measures = {"saving": measure_saving, "prefix": measure_prefix, "beams": measure_beams, "swap": measure_swap}
-    header, rows = measures[args.command](args)
-    print_table(header, rows)
-    save_json(args.json, [dict(zip(header, row, strict=True)) for row in rows])
+    enable_compilation_cache(None)
+    if args.command == "record":
+        record_groups(args)
+        return
+    rows = {"saving": measure_saving, "prefix": run_prefix, "beams": run_beams, "swap": run_swap}[args.command](args)
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    save_json(args.json, rows)
 
 
-def measure_saving(args: argparse.Namespace) -> tuple[list[str], list[list]]:
+def run_prefix(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = measure_prefix(random_model(SMOLLM2_135M, args.dtype), args.prefix, args.prompts, args.repeats)
+    return [row | {"paper's ratio": PAPER_PREFIX.get(row["prefix"], "")} for row in rows]
+
+
+def run_beams(args: argparse.Namespace) -> list[dict[str, Any]]:
+    loaded = load_model(args.model, args.dtype) if args.model else random_model(SMOLLM2_135M, args.dtype)
+    return measure_beams(loaded, args.width, args.repeats)
+
+
+def run_swap(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return measure_swap(random_model(SMOLLM2_135M, args.dtype), args.block_size, args.repeats)
+
+
+def measure_saving(args: argparse.Namespace) -> list[dict[str, Any]]:
     loaded = load_model(args.model, "float32")
     rng = np.random.default_rng(0)
     if args.lengths:
-        with open(args.lengths, newline="") as file:
-            lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+        lengths = [(request.prompt, request.output) for request in read_trace(args.lengths)]
     else:
-        lengths = list(zip(rng.geometric(1 / 19.3, 10_000), rng.geometric(1 / 58.5, 10_000), strict=True))
+        lengths = geometric_lengths(19.3, 58.5, 10_000, rng).tolist()
     lengths = [(p, o) for p, o in lengths if p and o and p + o <= args.max_len][: args.requests]
     kind = "lengths" if args.lengths else "alpaca"
     rows = []
@@ -93,123 +145,32 @@ def measure_saving(args: argparse.Namespace) -> tuple[list[str], list[list]]:
             while engine.has_unfinished():
                 engine.step()
             saved = 100 * engine.stats().sharing_saving
-            rows.append([method, width, len(lengths), f"{saved:.1f}", PAPER[method][kind]])
-    return ["method", "width", "requests", "saved %", "paper %"], rows
+            row = {"method": method, "width": width, "requests": len(lengths), "saved %": f"{saved:.1f}"}
+            rows.append(row | {"paper %": PAPER[method][kind]})
+    return rows
 
 
-def measure_prefix(args: argparse.Namespace) -> tuple[list[str], list[list]]:
-    loaded = random_model(SMOLLM2_135M, args.dtype)
-    rng = np.random.default_rng(0)
-    rows = []
-    tail, output = 40, 20
-    for prefix in args.prefix:
-        head = rng.integers(3, 49152, prefix)
-        prompts = [np.concatenate([head, rng.integers(3, 49152, tail)]) for _ in range(args.prompts)]
-        engines = {on: make_engine(loaded, enable_prefix_caching=on) for on in (True, False)}
-        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(args.repeats + 1):
-            for on, engine in engines.items():
-                engine.reset_prefix_cache()
-                seconds = run(engine, [(prompt, {"params": params}) for prompt in prompts])
-                if turn:
-                    times[on].append(seconds)
-        rates = {on: len(prompts) * output / statistics.median(each) for on, each in times.items()}
-        paper = {80: 1.67, 341: 3.58}.get(prefix, "-")
-        rows.append([prefix, tail, output, rates[False], rates[True], rates[True] / rates[False], paper])
-    return ["prefix", "own prompt", "output", "tokens/s, off", "tokens/s, on", "ratio", "paper's ratio"], rows
+def record_groups(args: argparse.Namespace) -> None:
+    """Write, for each width and instruction, which beams the beams go on from."""
+    from jpaged.simulation.measure import record_parents
 
-
-def measure_beams(args: argparse.Namespace) -> tuple[list[str], list[list]]:
-    loaded = random_model(SMOLLM2_135M, args.dtype)
-    engine = make_engine(loaded)
-    rng = np.random.default_rng(0)
-    output = 64
-    jobs = {
-        "beam width 4": [{"beams": BeamSearchParams(beam_width=4, max_tokens=output, ignore_eos=True)}],
-        "4 greedy": [{"params": SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)}] * 4,
-    }
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(args.repeats + 1):
-        for name, requests in jobs.items():
-            engine.reset_prefix_cache()
-            seconds = run(engine, [(rng.integers(3, 49152, 64), each) for each in requests])
-            if turn:
-                times[name].append(seconds)
-    medians = {name: statistics.median(each) / output * 1e3 for name, each in times.items()}
-    greedy = medians["4 greedy"]
-    return ["what", "ms/token", "ratio"], [[name, each, each / greedy] for name, each in medians.items()]
-
-
-def measure_swap(args: argparse.Namespace) -> tuple[list[str], list[list]]:
-    loaded = random_model(SMOLLM2_135M, args.dtype)
-    enable_compilation_cache(None)
-    rng = np.random.default_rng(0)
-    tokens, output, rows = 256, 32, []
-    for size in args.block_size:
-        # Four sequences of eight fit when they are done, so that some have to make way.
-        sizes = dict(block_size=size, num_blocks=1 + 4 * -(-320 // size), max_model_len=320, max_num_seqs=8)
-        sizes |= dict(max_num_batched_tokens=256, free_padding=True, watermark=0.0)
-        engines = {mode: Engine(loaded, EngineConfig(**sizes, preemption=mode)) for mode in ("swap", "recompute")}
-        out, back = time_copies(engines["swap"], tokens // size, 5 * args.repeats)
-        compute: list[float] = []
-        times: dict[str, list[float]] = {mode: [] for mode in engines}
-        one = {"params": SamplingParams(temperature=0, max_tokens=1)}
-        many = {"params": SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)}
-        prompts = [rng.integers(3, 49152, tokens - 64) for _ in range(8)]
-        for turn in range(args.repeats + 1):
-            for mode, engine in engines.items():
-                engine.reset_prefix_cache()
-                seconds = run(engine, [(prompt, many) for prompt in prompts])
-                engine.reset_prefix_cache()
-                alone = run(engine, [(rng.integers(3, 49152, tokens), one)])
-                if turn:
-                    times[mode].append(seconds)
-                    compute.append(alone)
-        again = statistics.median(compute) * 1e3
-        rates = {mode: len(prompts) * output / statistics.median(each) for mode, each in times.items()}
-        stats = [engine.stats().preemptions / (args.repeats + 1) for engine in engines.values()]
-        swapped = rates["swap"] / rates["recompute"]
-        rows.append(
-            [size, out, back, again, again / (out + back), *rates.values(), swapped, "{:.1f}, {:.1f}".format(*stats)]
-        )
-    header = ["block size", "out ms", "in ms", "compute ms", "compute / copy", "tokens/s, swap", "tokens/s, recompute"]
-    return [*header, "ratio", "preemptions a pass"], rows
-
-
-def time_copies(engine: Engine, blocks: int, repeats: int) -> tuple[float, float]:
-    """Median milliseconds to copy blocks of an idle engine to the host, until they are there, and back into others."""
-    runner = engine.runner
-    out, back = [], []
-    for turn in range(repeats + 1):
-        stored = [StoredBlock(str(i).encode()) for i in range(blocks)]
-        start = time.perf_counter()
-        runner.save([Save(0, 0, 0, block) for block in stored])
-        runner.wait_for_saves()
-        middle = time.perf_counter()
-        runner.load([Load(1 + i, block) for i, block in enumerate(stored)])
-        jax.block_until_ready(runner.state.cache)
-        end = time.perf_counter()
-        runner.read(runner.dispatch(Schedule(drop=[(0, 0, 1 + i) for i in range(blocks)])))
-        if turn:
-            out.append(middle - start)
-            back.append(end - middle)
-    return statistics.median(out) * 1e3, statistics.median(back) * 1e3
-
-
-def make_engine(loaded, **changes) -> Engine:
-    sizes = dict(num_blocks=1200, max_model_len=512, max_num_seqs=32, max_num_batched_tokens=512)
-    return Engine(loaded, EngineConfig(**{**sizes, **changes}))
-
-
-def run(engine: Engine, requests: list[tuple[np.ndarray, dict]]) -> float:
-    """Seconds until all are done."""
-    start = time.perf_counter()
-    for i, (prompt, options) in enumerate(requests):
-        engine.add_request(str(i), prompt, **options)
-    while engine.has_unfinished():
-        engine.step()
-    return time.perf_counter() - start
+    loaded = load_model(args.model, "float32")
+    tokenizer = loaded.tokenizer
+    groups = {}
+    for width in args.width:
+        engine = Engine(loaded, EngineConfig(num_blocks=2000, max_model_len=512, max_num_seqs=2 * width))
+        lines = []
+        for number, text in enumerate(tqdm(INSTRUCTIONS, desc=f"{width} beams")):
+            chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+            prompt = tokenizer.encode(chat, add_special_tokens=False)
+            beams = BeamSearchParams(beam_width=width, max_tokens=args.max_tokens, ignore_eos=True)
+            request = engine.add_request(str(number), prompt, beams=beams)
+            lines.append(record_parents(request.beams))
+        while engine.has_unfinished():
+            engine.step()
+        groups[width] = ["".join(each) for each in lines]
+    about = {"model": Path(args.model).stem, "tokens": args.max_tokens, "jax": describe_machine()["jax"]}
+    args.out.write_text(json.dumps({"about": about, "groups": groups}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,11 @@ def save_json(path: str | None, rows: Any, machine: Mapping[str, Any] | None = N
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Where files lie is this machine's business.
+    # Where files lie, and where this one goes, is this machine's business.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
     found = {
         "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
         "date": datetime.date.today().isoformat(),

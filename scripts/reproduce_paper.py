@@ -1,10 +1,10 @@
-"""Figures 2, 12, 13, 15 of the PagedAttention paper (Kwon et al., SOSP 2023) by simulation, its values beside ours.
+"""Figures of the PagedAttention paper (Kwon et al., SOSP 2023), its values beside ours: simulated, and measured here.
 
     python scripts/reproduce_paper.py --all
     python scripts/reproduce_paper.py --fig 2 13
 
 Writes docs/results/paper.json (figures that are not asked for stay as they were), and from it docs/paper.md and the
-plots in docs/figures. Plots need matplotlib: pip install "jpaged[plots]".
+plots in docs/figures. Needs no model and no trace. Plots need matplotlib: pip install "jpaged[plots]".
 """
 
 from __future__ import annotations
@@ -13,19 +13,37 @@ import argparse
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from bench_tools import describe_machine
+from paper_measures import kernel_by_block_size, kernel_overheads, prefix_rows, swap_rows
 from paper_pages import write_page
 from paper_plots import draw_plots
 
-from jpaged.simulation.paper import latency, memory, sharing
+from jpaged.simulation.paper import block_size, latency, memory, sharing, swapping
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = {
-    "2": memory.memory_use,
-    "12": latency.latencies,
-    "13": memory.batches,
-    "15": sharing.savings,
+Tables = dict[str, list[dict[str, Any]]]
+
+
+def make_block_size() -> Tables:
+    """Fig. 18: what is simulated goes by what was measured."""
+    by_size = kernel_by_block_size()
+    slowdown = {row["block size"]: row["slowdown"] for row in by_size}
+    return {"overhead": kernel_overheads(), "by block size": by_size, "latencies": block_size.latencies(slowdown)}
+
+
+FIGURES: dict[str, Callable[[], Tables]] = {
+    "2": lambda: {"memory": memory.memory_use()},
+    "12": lambda: {"latencies": latency.latencies()},
+    "13": lambda: {"batches": memory.batches()},
+    "14": lambda: {"latencies": latency.output_latencies()},
+    "15": lambda: {"savings": sharing.savings(), "shapes": sharing.savings_by_shape()},
+    "16": lambda: {"latencies": sharing.prefix_latencies(), "measured": prefix_rows()},
+    "18": make_block_size,
+    "19": lambda: {"simulated": swapping.overheads(), "measured": swap_rows()},
 }
 
 
@@ -45,11 +63,10 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in FIGURES if args.all else args.fig:
         start = time.perf_counter()
-        rows = FIGURES[name]()
-        results[name] = {"seconds": round(time.perf_counter() - start, 1), "rows": rows}
-        if name == "12":
-            results["12 sustained"] = {"seconds": 0.0, "rows": latency.sustained(rows)}
-        print(f"Fig. {name}: {results[name]['seconds']} s", flush=True)
+        tables = FIGURES[name]()
+        seconds = round(time.perf_counter() - start, 1)
+        results[name] = {"seconds": seconds, "machine": describe_machine(), "tables": tables}
+        print(f"Fig. {name}: {seconds} s", flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
     draw_plots(results, args.docs / "figures")
     write_page(results, args.docs / "paper.md")

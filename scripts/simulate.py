@@ -20,18 +20,27 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench_tools import describe_machine, make_parser, print_table, save_json
 from tqdm import tqdm
 
 from jpaged.chips import CHIPS
-from jpaged.config import EngineConfig
-from jpaged.simulation import ContiguousSystem, FittedCost, Job, SimulatedEngine, fit_cost, poisson_jobs, roofline
+from jpaged.simulation import (
+    ContiguousSystem,
+    FittedCost,
+    Job,
+    SimulatedEngine,
+    fit_cost,
+    make_config,
+    poisson_jobs,
+    roofline,
+)
 from jpaged.simulation.baselines import RESERVATIONS
 from jpaged.simulation.costs import CostModel
 from jpaged.simulation.hardware import MODELS, find
-from jpaged.simulation.jobs import read_trace, sharegpt_lengths, with_limit
+from jpaged.simulation.jobs import read_jobs, sharegpt_lengths, with_limit
 
 SYSTEMS = ["jpaged", *(f"orca-{each}" for each in RESERVATIONS), "static"]
 
@@ -41,11 +50,19 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run")
     run.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    run.add_argument("--chip", choices=sorted(CHIPS), default="h200")
+    run.add_argument("--chip", choices=sorted(CHIPS), nargs="+", default=["h200"], help="one or several")
+    run.add_argument(
+        "--efficiency",
+        type=float,
+        default=1.0,
+        help="share of bandwidth and matrix rate that is reached (default: 1)",
+    )
     run.add_argument("--cost", type=Path, help="a fitted cost model instead of the chip's roofline")
     run.add_argument("--system", choices=SYSTEMS, default="jpaged")
     run.add_argument("--trace", type=Path)
-    run.add_argument("--speedup", type=float, default=1.0, help="of the trace's clock (default: 1)")
+    run.add_argument(
+        "--speedup", type=float, nargs="+", default=[1.0], help="of the trace's clock, one or several (default: 1)"
+    )
     run.add_argument("--requests", type=int, help="the first N of the trace; without a trace N requests, all at once")
     run.add_argument("--rate", type=float, default=1.0, help="requests a second without a trace (default: 1)")
     run.add_argument("--seconds", type=float, default=600.0, help="for so long (default: 600)")
@@ -69,18 +86,27 @@ def main() -> None:
         command.add_argument("--max-num-seqs", type=int, default=32)
         command.add_argument("--kv-tokens", type=int, default=8192)
     args = parser.parse_args()
-    rows, agrees = {"run": simulate, "fit": fit_model, "check": compare}[args.command](args)
+    if args.command == "run":
+        runs = [simulate(args, chip, speedup) for chip in args.chip for speedup in args.speedup]
+        print_table(["what", *["value"] * len(runs)], [[name, *(each[name] for each in runs)] for name in runs[0]])
+        save_json(args.json, runs)
+        return
+    rows, agrees = {"fit": fit_model, "check": compare}[args.command](args)
     print_table(["what", "value"], rows)
     save_json(args.json, [{"what": what, "value": value} for what, value in rows])
     sys.exit(0 if agrees else 1)
 
 
-def simulate(args: argparse.Namespace) -> tuple[list[list], bool]:
-    jobs = make_jobs(args)
+def simulate(args: argparse.Namespace, chip: str, speedup: float) -> dict[str, Any]:
+    """A report by name, of one chip and one speed of the trace."""
+    if not speedup > 0:
+        raise ValueError(f"speedup must be above 0, got {speedup}")
+    jobs = make_jobs(args, speedup)
     if not jobs:
         raise ValueError(f"no request has at most {args.max_model_len} tokens: raise --max-model-len")
-    cost: CostModel = FittedCost.load(args.cost) if args.cost else roofline(args.chip, args.model)
-    tokens = args.kv_tokens or kv_room(args)
+    cost: CostModel
+    cost = FittedCost.load(args.cost) if args.cost else roofline(chip, args.model, efficiency=args.efficiency)
+    tokens = args.kv_tokens or kv_room(args, chip)
     start = time.perf_counter()
     if args.system != "jpaged":
         reservation = "max" if args.system == "static" else args.system.removeprefix("orca-")
@@ -94,26 +120,24 @@ def simulate(args: argparse.Namespace) -> tuple[list[list], bool]:
         )
         report = system.run(jobs)
     else:
-        config = EngineConfig(
-            num_blocks=tokens // args.block_size + 1,
+        config = make_config(
+            tokens,
+            args.block_size,
             max_model_len=args.max_model_len,
-            block_size=args.block_size,
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
+            max_num_batched_tokens=args.max_num_batched_tokens,
             decode_steps=args.decode_steps,
             enable_prefix_caching=not args.no_prefix_caching,
-            preemption="recompute",
-            free_padding=True,
         )
         with tqdm(total=len(jobs), unit="request", disable=not sys.stderr.isatty()) as bar:
             report = SimulatedEngine(config, cost).run(jobs, progress=bar.update)
-    rows = [[name, value] for name, value in report.as_dict().items()]
-    return [*rows, ["simulated in, s", time.perf_counter() - start]], True
+    about = {"chip": "a fitted cost model" if args.cost else chip, "speedup": speedup, "KV tokens": tokens}
+    return about | report.as_dict() | {"simulated in, s": time.perf_counter() - start}
 
 
-def make_jobs(args: argparse.Namespace) -> list[Job]:
+def make_jobs(args: argparse.Namespace, speedup: float) -> list[Job]:
     if args.trace is not None:
-        return with_limit(read_trace(args.trace, args.requests, args.speedup), args.max_model_len)
+        return with_limit(read_jobs(args.trace, args.requests, speedup), args.max_model_len)
     rng, lengths = np.random.default_rng(args.seed), sharegpt_lengths()
     if args.requests is not None:
         drawn = lengths[rng.integers(0, len(lengths), args.requests)].tolist()
@@ -123,12 +147,12 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     return with_limit(poisson_jobs(lengths, args.rate, args.seconds, rng), args.max_model_len)
 
 
-def kv_room(args: argparse.Namespace) -> int:
+def kv_room(args: argparse.Namespace, chip: str) -> int:
     """Tokens that the chip's memory holds besides the model, a tenth of it left alone."""
     model = find(MODELS, args.model, "model")
-    room = int((0.9 * CHIPS[args.chip].memory_bytes - model.weight_bytes) // model.kv_bytes)
+    room = int((0.9 * CHIPS[chip].memory_bytes - model.weight_bytes) // model.kv_bytes)
     if room < args.max_model_len:
-        raise ValueError(f"{args.model} leaves room for {max(room, 0)} tokens of KV on one {args.chip}")
+        raise ValueError(f"{args.model} leaves room for {max(room, 0)} tokens of KV on one {chip}")
     return room
 
 
@@ -142,13 +166,7 @@ def make_engine(args: argparse.Namespace):
     from jpaged.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache(None)
-    config = EngineConfig(
-        num_blocks=args.kv_tokens // 16 + 1,
-        max_model_len=args.max_len,
-        max_num_seqs=args.max_num_seqs,
-        preemption="recompute",
-        free_padding=True,
-    )
+    config = make_config(args.kv_tokens, max_model_len=args.max_len, max_num_seqs=args.max_num_seqs)
     engine = Engine(load_model(args.model, args.dtype), config)
     engine.warm_up()
     return engine

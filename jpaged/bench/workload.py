@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
-import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-MOONCAKE_BLOCK = 512  # tokens that one of a trace's hash_ids stands for
+from jpaged.traces import TRACE_BLOCK, TraceRequest, read_trace
+
 DATASETS = ("random", "trace", "custom")
 
 
@@ -46,45 +44,23 @@ def random_asks(
 
 
 def trace_asks(path: Path, count: int, rng: np.random.Generator, vocab: int, *, speedup: float = 1.0) -> list[Ask]:
-    """Requests of a recorded trace, their tokens random. The format is read off the file:
+    """Requests of a recorded trace (see `jpaged.traces`), their tokens random; blocks of equal names are equal."""
+    blocks: dict[int, list[int]] = {}
 
-    TIMESTAMP,ContextTokens,GeneratedTokens     the Azure LLM inference traces
-    prompt_tokens,output_tokens                 lengths alone, without times
-    {"timestamp", "input_length", "output_length", "hash_ids"}    Mooncake's: equal ids mean equal blocks of 512 tokens
-    """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8", newline="") as file:
-        first = file.readline()
-        lines = [first, *(line for line, _ in zip(file, range(count), strict=False))]
-    if first.startswith("{"):
-        rows = [json.loads(line) for line in lines[:count]]
-        blocks: dict[int, list[int]] = {}
-        asks = []
-        for row in rows:
-            ids: list[int] = []
-            for block in row["hash_ids"]:
-                if block not in blocks:
-                    blocks[block] = random_ids(rng, vocab, MOONCAKE_BLOCK)
-                ids += blocks[block]
-            ids = ids[: row["input_length"]]
-            asks.append(Ask(ids, len(ids), row["output_length"], row["timestamp"] / 1000 / speedup))
-        return asks
-    table = list(csv.DictReader(lines))[:count]
-    names = set(table[0]) if table else set()
-    if {"ContextTokens", "GeneratedTokens", "TIMESTAMP"} <= names:
-        start = _seconds(table[0]["TIMESTAMP"])
-        return [
-            Ask(
-                random_ids(rng, vocab, int(row["ContextTokens"])),
-                int(row["ContextTokens"]),
-                int(row["GeneratedTokens"]),
-                (_seconds(row["TIMESTAMP"]) - start) / speedup,
-            )
-            for row in table
-        ]
-    if {"prompt_tokens", "output_tokens"} <= names:
-        pairs = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in table]
-        return [Ask(random_ids(rng, vocab, prompt), prompt, output) for prompt, output in pairs]
-    raise ValueError(f"{path} is no trace of a known format: its first line is {first.strip()[:100]!r}")
+    def prompt_ids(request: TraceRequest) -> list[int]:
+        if not request.blocks:
+            return random_ids(rng, vocab, request.prompt)
+        for block in request.blocks:
+            if block not in blocks:
+                blocks[block] = random_ids(rng, vocab, TRACE_BLOCK)
+        return [token for block in request.blocks for token in blocks[block]][: request.prompt]
+
+    asks = []
+    for request in read_trace(path, count):
+        ids = prompt_ids(request)
+        arrival = None if request.arrival is None else request.arrival / speedup
+        asks.append(Ask(ids, len(ids), request.output, arrival))
+    return asks
 
 
 def custom_asks(path: Path, count: int, output_len: int) -> list[Ask]:
@@ -129,7 +105,3 @@ def arrival_times(asks: Sequence[Ask], rng: np.random.Generator, rate: float, bu
 def random_ids(rng: np.random.Generator, vocab: int, count: int) -> list[int]:
     """Token ids; the first few, which are special in most vocabularies, are left out."""
     return rng.integers(min(10, vocab - 1), vocab, count).tolist()
-
-
-def _seconds(text: str) -> float:
-    return datetime.datetime.fromisoformat(text[:26]).timestamp()  # the traces' seventh decimal is one too many

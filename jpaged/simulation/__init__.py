@@ -10,21 +10,25 @@ Beside it stand the systems that paging is compared with (`baselines.py`). Nothi
 from __future__ import annotations
 
 from jpaged.simulation.baselines import ContiguousSystem
+from jpaged.simulation.beam_parents import RecordedParents, recorded_parents
 from jpaged.simulation.costs import FittedCost, Roofline, fit_cost, roofline
-from jpaged.simulation.engine import SimulatedEngine
-from jpaged.simulation.jobs import Job, poisson_jobs, read_trace, sharegpt_lengths
+from jpaged.simulation.engine import SimulatedEngine, make_config
+from jpaged.simulation.jobs import Job, poisson_jobs, read_jobs, sharegpt_lengths
 from jpaged.simulation.records import Report
 
 __all__ = [
     "ContiguousSystem",
     "FittedCost",
     "Job",
+    "RecordedParents",
     "Report",
     "Roofline",
     "SimulatedEngine",
     "fit_cost",
+    "make_config",
     "poisson_jobs",
-    "read_trace",
+    "read_jobs",
+    "recorded_parents",
     "roofline",
     "sharegpt_lengths",
 ]

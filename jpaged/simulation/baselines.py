@@ -29,7 +29,10 @@ RESERVATIONS: dict[str, Callable[[Job, int], int]] = {
 
 
 class ContiguousSystem:
-    """Requests in contiguous memory of `slots` tokens. Each of several outputs has a copy of its prompt."""
+    """Requests in contiguous memory of `slots` tokens. Each of several outputs, beams too, has a copy of its prompt.
+
+    What it would take to copy a beam's memory when another takes its place is not counted, in these systems' favour.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,14 @@ class ContiguousSystem:
         self.slots, self.longest, self.cost = slots, longest, cost
         self.static, self.batch = static, batch or slots
 
-    def run(self, jobs: Sequence[Job], *, since: float = 0.0, until: float = float("inf")) -> Report:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        since: float = 0.0,
+        until: float = float("inf"),
+        stop_at: float = float("inf"),
+    ) -> Report:
         """As `SimulatedEngine.run`."""
         memory = BuddyAllocator(self.slots)
         recorder = Recorder(self.slots, since, until)
@@ -57,7 +67,7 @@ class ContiguousSystem:
         job = next(coming, None)
         running: list[_Sequence] = []
         now = 0.0
-        while True:
+        while now < stop_at:
             while job is not None and job.arrival <= now:
                 waiting.append((job, self._check(job)))
                 job = next(coming, None)
@@ -83,7 +93,8 @@ class ContiguousSystem:
                 for start in each.places:
                     memory.give_back(start)
                 times = each.job.arrival, each.started, each.first_token, now
-                recorder.finished.append(Finished(*times, each.job.prompt, each.job.output * each.job.outputs))
+                tokens = each.job.output * each.job.outputs
+                recorder.finished.append(Finished(*times, each.job.prompt, tokens, each.job.outputs))
             if ended:
                 running = [each for each in running if each.done < each.job.output]
         return recorder.report()
@@ -123,8 +134,21 @@ class ContiguousSystem:
         context = sum(each.job.outputs * (each.job.prompt + each.done) for each in old)
         prompts = [each.job.prompt for each in admitted]
         attended = sum(prompt * (prompt + 1) // 2 for prompt in prompts)
-        sampled = rows + sum(each.job.outputs for each in admitted)
-        return StepShape(bool(new), 1, rows, rows, sum(prompts), new, sampled, context, attended, rows + sum(prompts))
+        first = sum(each.job.outputs for each in admitted)
+        tokens = rows + sum(prompts)
+        return StepShape(
+            bool(new),
+            1,
+            rows,
+            rows,
+            sum(prompts),
+            first,
+            rows + first,
+            context,
+            attended,
+            tokens,
+            requests=len(running),
+        )
 
     def _record(self, recorder: Recorder, running: list[_Sequence], now: float, seconds: float) -> None:
         tokens = reserved = given = 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +28,22 @@ class CostModel(Protocol):
 class Roofline:
     """A step ends when its bytes have been read and its products made; what takes longer counts.
 
-    Weights are read once an iteration, keys and values once by every row that decodes. `step_seconds` and
-    `row_seconds` are what software adds to every iteration, and to every sequence in it; `efficiency` is the share of
-    bandwidth and matrix rate that is reached.
+    Weights are read once an iteration, keys and values once by every row that decodes; a block copied on write is read
+    and written. Copies to the host and back run before the step and not beside it. `step_seconds`, `request_seconds`
+    and `row_seconds` are what software adds to every iteration, and to every request and every sequence in it;
+    `efficiency` is the share of bandwidth and matrix rate that is reached, and `attention_slowdown` how many times as
+    long reading keys and values takes.
     """
 
     chip: Chip
     model: ModelSize
     efficiency: float = 1.0
     step_seconds: float = 0.0
+    request_seconds: float = 0.0
     row_seconds: float = 0.0
-    host_bandwidth: float = 25e9  # bytes/s of copies to the host, PCIe 4.0 x16
+    attention_slowdown: float = 1.0
+    host_bandwidth: float = 25e9  # bytes/s of copies to the host and back, PCIe 4.0 x16
+    transfer_seconds: float = 0.0  # of each block copied there or back, besides its bytes
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:
@@ -45,12 +51,16 @@ class Roofline:
 
     def seconds(self, shape: StepShape) -> float:
         chip, model = self.chip, self.model
-        read = shape.iterations * model.weight_bytes + shape.context * model.kv_bytes
+        block_bytes = shape.block_size * model.kv_bytes
+        read = shape.iterations * model.weight_bytes + shape.context * model.kv_bytes * self.attention_slowdown
+        read += 2 * shape.copied * block_bytes
         products = 2 * model.parameters * shape.tokens
         products += 4 * model.layers * model.attention_width * (shape.context + shape.attended)
         device = max(read / chip.bandwidth, products / chip.flops) / self.efficiency
         rows = shape.decoded + shape.chunks
-        return device + shape.iterations * self.step_seconds + rows * self.row_seconds
+        host = shape.moved * (block_bytes / self.host_bandwidth + self.transfer_seconds)
+        software = self.step_seconds + shape.requests * self.request_seconds
+        return device + host + shape.iterations * software + rows * self.row_seconds
 
 
 def roofline(chip: str, model: str, **more: float) -> Roofline:
@@ -91,8 +101,17 @@ class FittedCost:
     def load(path: Path) -> FittedCost:
         """Raises ValueError for a file that is none of ours."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or set(data.get("decode", ())) != set(DECODE_TERMS):
-            raise ValueError(f"{path} holds no fitted cost model: it lacks the terms {', '.join(DECODE_TERMS)}")
+        kinds = {"decode": DECODE_TERMS, "mixed": MIXED_TERMS}
+        for kind, names in kinds.items():
+            found = data.get(kind) if isinstance(data, dict) else None
+            if not isinstance(found, dict) or set(found) != set(names):
+                have = sorted(found) if isinstance(found, dict) else found
+                raise ValueError(f"{path} holds no fitted cost model: {kind!r} must have the terms {names}, got {have}")
+            for name, value in found.items():
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                    raise ValueError(f"{path}: {kind} {name} must be seconds of at least 0, got {value!r}")
+        if not isinstance(data.get("about", {}), dict):
+            raise ValueError(f"{path}: 'about' must say what was measured, by name, got {data['about']!r}")
         return FittedCost(data["decode"], data["mixed"], data.get("about", {}))
 
 

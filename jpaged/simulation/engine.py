@@ -7,7 +7,8 @@ its jobs alone. Imports no JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.policies import SchedulingPolicy
@@ -16,10 +17,21 @@ from jpaged.request import Request
 from jpaged.schedule import Schedule
 from jpaged.scheduler import Scheduler
 from jpaged.simulation.costs import CostModel
-from jpaged.simulation.device import SimulatedDevice, Step
+from jpaged.simulation.device import Parents, SimulatedDevice, Step
 from jpaged.simulation.jobs import Job, make_request
 from jpaged.simulation.records import Finished, Recorder, Report
 from jpaged.tiers import HostStore
+
+
+def make_config(kv_tokens: int, block_size: int = 16, **sizes: Any) -> EngineConfig:
+    """A pool for `kv_tokens` tokens, and what every run here has in common with the engine it is compared to.
+
+    sizes: other fields of EngineConfig; a step always has room for a token of each sequence.
+    """
+    common: dict[str, Any] = dict(preemption="recompute", free_padding=True) | sizes
+    if "max_num_batched_tokens" in common:
+        common["max_num_batched_tokens"] = max(common["max_num_batched_tokens"], common.get("max_num_seqs", 0))
+    return EngineConfig(num_blocks=kv_tokens // block_size + 1, block_size=block_size, **common)
 
 
 class SimulatedEngine:
@@ -39,28 +51,37 @@ class SimulatedEngine:
         block_bytes: int = 1 << 20,
         swap_pays: Callable[[int], bool] = lambda blocks: True,
         watch: Callable[[Schedule, Step], None] | None = None,
+        parents: Parents | None = None,
+        queue: int | None = None,
     ) -> None:
-        """block_bytes: of a KV block; budgets of host memory are counted in them. watch: sees every step."""
+        """block_bytes: of a KV block; budgets of host memory are counted in them. watch: sees every step.
+
+        parents: how beams go on (beam_parents.py); without it there can be none.
+        queue: most requests that wait: others come when there is room, however early they were to come.
+        """
         self.config = config
         self.cost = cost
         swap = 0 if config.preemption == "recompute" else config.swap_space_bytes
         store = HostStore(block_bytes, swap, config.prefix_cache_host_bytes)
         self.scheduler = Scheduler(config, policy, eviction_policy, store, swap_pays)
-        self.device = SimulatedDevice(config, store, lambda request: self.jobs[request.request_id].output)
+        self.device = SimulatedDevice(config, store, lambda request: self.jobs[request.request_id].output, parents)
+        self.queue = queue
         self.jobs: dict[str, Job] = {}
         self.watch = watch
 
     def run(
         self,
-        jobs: Sequence[Job],
+        jobs: Iterable[Job],
         *,
         since: float = 0.0,
         until: float = float("inf"),
+        stop_at: float = float("inf"),
         progress: Callable[[int], object] | None = None,
     ) -> Report:
         """Serve jobs, which must be in order of arrival, to the end. Means count the steps begun in [since, until).
 
-        progress(n): n more requests have finished. Raises ValueError for a job that can never run.
+        stop_at: when to leave whatever still runs or waits; what has finished by then is reported. progress(n): n
+        more requests have finished. Raises ValueError for a job that can never run.
         """
         recorder = Recorder((self.config.num_blocks - 1) * self.config.block_size, since, until)
         self.moved = 0
@@ -68,8 +89,8 @@ class SimulatedEngine:
         job = next(coming, None)
         now = device_free = 0.0
         pending: tuple[Schedule, Step, float] | None = None
-        while True:
-            while job is not None and job.arrival <= now:
+        while now < stop_at:
+            while job is not None and job.arrival <= now and self._may_wait():
                 self._add(job, number)
                 number += 1
                 following = next(coming, None)
@@ -79,7 +100,7 @@ class SimulatedEngine:
             if pending is None and not self.scheduler.has_unfinished():
                 if job is None:
                     break
-                now = job.arrival
+                now = max(now, job.arrival)
                 continue
             plan = self.scheduler.schedule()
             for request in plan.admit:
@@ -108,6 +129,9 @@ class SimulatedEngine:
             moved_blocks=self.moved,
         )
 
+    def _may_wait(self) -> bool:
+        return self.queue is None or len(self.scheduler.waiting) < self.queue
+
     def _add(self, job: Job, number: int) -> None:
         request = make_request(job, number, self.config.block_size, self.config.enable_prefix_caching)
         for each in request.group:
@@ -135,20 +159,19 @@ class SimulatedEngine:
         """Take a step's results. Returns how many requests ended with it."""
         plan, step, arrived = current
         done = 0
-        for request in self.scheduler.update(plan, step.tokens, step.remaining):
+        for request in self.scheduler.update(plan, step.tokens, step.remaining, step.beams):
             if request.first_token_time is None:
                 request.first_token_time = arrived
-            if request.finished and request.group_finished:
+            # Of outputs that end in the same step the first one seen ends the request.
+            if request.finished and request.group_finished and request.request_id in self.jobs:
                 self._finish(request.group, arrived, recorder)
                 done += 1
         return done
 
     def _finish(self, group: list[Request], now: float, recorder: Recorder) -> None:
         first = group[0]
-        job = self.jobs.pop(first.request_id, None)
-        if job is None:
-            return
+        job = self.jobs.pop(first.request_id)
         tokens = [request.first_token_time for request in group if request.first_token_time is not None]
         started = now if first.first_scheduled_time is None else first.first_scheduled_time
         output = sum(len(request.output_token_ids) for request in group)
-        recorder.finished.append(Finished(job.arrival, started, min(tokens), now, job.prompt, output))
+        recorder.finished.append(Finished(job.arrival, started, min(tokens), now, job.prompt, output, len(group)))

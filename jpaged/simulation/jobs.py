@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
-import gzip
 import importlib.resources
-import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.simulation.device import END
-
-TRACE_BLOCK = 512  # tokens that one of a Mooncake trace's hash_ids stands for
+from jpaged.traces import TRACE_BLOCK, read_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +22,7 @@ class Job:
 
     prefix      what its first tokens are, a number for `prefix_block` of them: equal ones mean equal tokens up to there
     outputs     of one prompt (parallel sampling)
+    beams       whether these are the beams of one search, which go on or not by `beam_parents.py`
     max_tokens  the limit that the scheduler knows; None: the output's true length (as if with ignore_eos)
     """
 
@@ -36,7 +32,12 @@ class Job:
     prefix: tuple[int, ...] = ()
     prefix_block: int = TRACE_BLOCK
     outputs: int = 1
+    beams: bool = False
     max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.beams and self.max_tokens is not None:
+            raise ValueError(f"beams end with their output: max_tokens must be None, got {self.max_tokens}")
 
 
 def make_request(job: Job, number: int, block_size: int, caching: bool) -> Request:
@@ -60,6 +61,9 @@ def make_request(job: Job, number: int, block_size: int, caching: bool) -> Reque
         if whole * block_size < job.prompt:
             request.prompt_token_ids[whole * block_size] = -1 - number
         request.block_keys = [b"%d.%d" % (job.prefix[column // each], column % each) for column in range(whole)]
+    if job.beams:
+        search = BeamSearchParams(beam_width=job.outputs, max_tokens=limit, ignore_eos=True)
+        request.beams = BeamGroup(search, limit)
     if job.outputs > 1:
         request.add_siblings(job.outputs)
     return request
@@ -125,38 +129,20 @@ def poisson_jobs(lengths: np.ndarray, rate: float, seconds: float, rng: np.rando
 # ------------------------------------------------------------------ traces
 
 
-def read_trace(path: Path, count: int | None = None, speedup: float = 1.0) -> list[Job]:
-    """Requests of a recorded trace (first `count`), by its columns; gzipped or not:
+def read_jobs(path: Path, count: int | None = None, speedup: float = 1.0) -> list[Job]:
+    """Requests of a trace (see `jpaged.traces`), its clock `speedup` times as fast; where it has none all come at once.
 
-    TIMESTAMP,ContextTokens,GeneratedTokens                     the Azure LLM inference traces
-    prompt_tokens,output_tokens                                 lengths alone: all come at once
-    {"timestamp", "input_length", "output_length", "hash_ids"}  Mooncake's, a line of JSON each
+    Requests of no tokens get one, which a request must have.
     """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8", newline="") as file:
-        lines = list(itertools.islice(file, None if count is None else count + 1))
-    if lines and lines[0].startswith("{"):
-        rows = [json.loads(line) for line in lines[:count]]
-        return [
-            Job(
-                row["timestamp"] / 1000 / speedup,
-                max(row["input_length"], 1),
-                max(row["output_length"], 1),
-                tuple(row["hash_ids"][: row["input_length"] // TRACE_BLOCK]),
-            )
-            for row in rows
-        ]
-    table = list(csv.DictReader(lines))
-    names = set(table[0]) if table else set()
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        times = [datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in table]
-        return [
-            Job((at - times[0]) / speedup, max(int(row["ContextTokens"]), 1), max(int(row["GeneratedTokens"]), 1))
-            for at, row in zip(times, table, strict=True)
-        ]
-    if {"prompt_tokens", "output_tokens"} <= names:
-        return [Job(0.0, max(int(row["prompt_tokens"]), 1), max(int(row["output_tokens"]), 1)) for row in table]
-    first = lines[0].strip()[:100] if lines else ""
-    raise ValueError(f"{path} is no trace of a known format: its first line is {first!r}")
+    return [
+        Job(
+            (each.arrival or 0.0) / speedup,
+            max(each.prompt, 1),
+            max(each.output, 1),
+            each.blocks[: each.prompt // TRACE_BLOCK],
+        )
+        for each in read_trace(path, count)
+    ]
 
 
 def with_limit(jobs: Iterable[Job], limit: int) -> list[Job]:

@@ -5,17 +5,20 @@ All requests are added before the first step, so that what is planned depends on
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.beam_search import BeamGroup, BeamSearchParams
 from jpaged.engine import Engine
 from jpaged.sampling_params import SamplingParams
 from jpaged.schedule import Schedule
+from jpaged.simulation.beam_parents import DIGITS
 from jpaged.simulation.costs import CostModel
-from jpaged.simulation.device import Step
+from jpaged.simulation.device import Parents, Step
 from jpaged.simulation.engine import SimulatedEngine
 from jpaged.simulation.jobs import Job
 from jpaged.simulation.shape import StepShape
@@ -57,16 +60,45 @@ class _Watch:
         return result
 
 
-def run_engine(engine: Engine, jobs: Sequence[Job], seed: int = 0) -> tuple[list[Planned], list[float]]:
-    """Serve jobs, all at once. Returns the steps and the seconds from the end of one to the end of the next."""
+def record_parents(beams: BeamGroup) -> list[str]:
+    """A list that fills with what `RecordedParents` plays back: for each iteration of a group that is about to run,
+    the beams that its beams go on from."""
+    lines: list[str] = []
+    advance = beams.advance
+
+    def watch(records: np.ndarray, members: dict[int, int]) -> None:
+        # Where fewer candidates go on than there are beams, the others' blocks stay what they were.
+        origins = [members.get(int(slot), index) for index, slot in enumerate(records[:, 0])]
+        lines.append("".join(DIGITS[origin] for origin in origins))
+        advance(records, members)
+
+    beams.advance = watch  # type: ignore[method-assign]
+    return lines
+
+
+def run_engine(
+    engine: Engine, jobs: Sequence[Job], seed: int = 0, parents: dict[int, list[str]] | None = None
+) -> tuple[list[Planned], list[float]]:
+    """Serve jobs, all at once. Returns the steps and the seconds from the end of one to the end of the next.
+
+    parents: gets, by the job's number, what the beams of jobs that are searches did.
+    """
     rng = np.random.default_rng(seed)
     watch = _Watch(engine.runner)
     engine.runner = watch  # type: ignore[assignment]
     try:
         for number, job in enumerate(jobs):
             prompt = rng.integers(0, engine.model.vocab_size, job.prompt).tolist()
-            params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
-            engine.add_request(str(number), prompt, params)
+            if job.beams:
+                beams = BeamSearchParams(beam_width=job.outputs, max_tokens=job.output, ignore_eos=True)
+                request = engine.add_request(str(number), prompt, beams=beams)
+                if parents is not None and request.beams is not None:
+                    parents[number] = record_parents(request.beams)
+            else:
+                params = SamplingParams(
+                    temperature=float(job.outputs > 1), n=job.outputs, max_tokens=job.output, ignore_eos=True
+                )
+                engine.add_request(str(number), prompt, params)
         start = time.perf_counter()
         while engine.has_unfinished():
             engine.step()
@@ -76,7 +108,7 @@ def run_engine(engine: Engine, jobs: Sequence[Job], seed: int = 0) -> tuple[list
 
 
 def simulate_engine(
-    engine: Engine, jobs: Sequence[Job], cost: CostModel
+    engine: Engine, jobs: Sequence[Job], cost: CostModel, parents: Parents | None = None
 ) -> tuple[list[Planned], list[StepShape], list[float]]:
     """The same on a simulated engine of the same configuration: steps, their shapes, and the modelled seconds."""
     steps: list[Planned] = []
@@ -92,8 +124,9 @@ def simulate_engine(
         block_bytes=engine.scheduler.store.block_bytes,
         swap_pays=engine.scheduler.swapping.pays,
         watch=watch,
+        parents=parents,
     )
-    simulated.run([Job(0.0, job.prompt, job.output) for job in jobs])
+    simulated.run([dataclasses.replace(job, arrival=0.0) for job in jobs])
     return steps, shapes, [cost.seconds(shape) if shape.tokens else 0.0 for shape in shapes]
 
 

@@ -80,6 +80,30 @@ class PagePool:
         self.entries += len(blocks)
         self._add_reference(blocks, 0)  # all are in use already
 
+    def reorder(self, slots: np.ndarray, sources: np.ndarray) -> None:
+        """Each of `slots` i64[R], all different, becomes what its source was, whose blocks it shares: beams that change
+        places."""
+        moved = slots != sources
+        slots, sources = slots[moved], sources[moved]
+        if not len(slots):
+            return
+        taken, _ = self._entries(sources)
+        left, filled = self._entries(slots)
+        blocks = np.unique(np.concatenate([taken, left]))
+        before = self.table_refs[blocks]
+        np.add.at(self.table_refs, taken, 1)
+        np.subtract.at(self.table_refs, left, 1)
+        after = self.table_refs[blocks]
+        assert (after >= 0).all()
+        self.entries += len(taken) - len(left)
+        self.shared += int((after > 1).sum()) - int((before > 1).sum())
+        self.used -= int((after == 0).sum())
+        gone, at = np.unique(left[self.table_refs[left] == 0], return_index=True)
+        self.tokens -= int(filled[self.table_refs[left] == 0][at].sum())
+        for each in (self.tables, self.columns, self.first, self.length):
+            each[slots] = each[sources]
+        self._free_unowned(gone)
+
     def slide(self, slot: int, first: int) -> None:
         """Give up the columns before `first`, as far as there are any."""
         first = min(first, int(self.columns[slot]))
@@ -142,6 +166,13 @@ class PagePool:
             self.table_refs[block] -= 1
             self.shared -= self.table_refs[block] == 1
         self.copies += len(own)
+
+    def _entries(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(blocks of the tables of `slots`, tokens in each)."""
+        column = np.arange(int(self.columns[slots].max()))
+        live = (column >= self.first[slots, None]) & (column < self.columns[slots, None])
+        filled = np.minimum(self.length[slots, None] - column * self.block_size, self.block_size)
+        return self.tables[slots, : len(column)][live], filled[live]
 
     def _let_go(self, slot: int, first: int, end: int) -> None:
         """The slot's references in columns [first, end) go."""

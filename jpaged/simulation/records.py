@@ -18,6 +18,7 @@ class Finished:
     end: float
     prompt: int
     output: int
+    outputs: int = 1
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Report:
     steps: int
     requests_per_second: float
     output_tokens_per_second: float
-    mean_batch: float  # requests that a step computes something for
+    mean_batch: float  # sequences that a step computes something for; of contiguous systems requests
     peak_batch: int
     token_states: float  # share of the KV memory, mean over time: what holds a token,
     reserved: float  # what a running request was given and will use later,
     internal: float  # what it was given and never uses,
     external: float  # and what nobody has
     utilization: float  # tokens over what requests were given
-    normalized_latency: float  # mean of (end - arrival) / output tokens, s/token
+    normalized_latency: float  # mean of (end - arrival) / tokens of one output, s/token
     latency_p50: float  # end - arrival, s
     latency_p99: float
     first_token_p50: float  # s after arrival
@@ -83,10 +84,11 @@ class Recorder:
             raise ValueError("nothing was run: no request finished")
         tokens, reserved, internal, batch = (self.sums / self.weight).tolist()
         given = tokens + reserved + internal
-        table = np.array([[f.arrival, f.first_token, f.end, f.output] for f in self.finished])
-        arrival, first, end, output = table.T
+        table = np.array([[f.arrival, f.first_token, f.end, f.output, f.outputs] for f in self.finished])
+        arrival, first, end, output, outputs = table.T
+        length = output / outputs
         latency, wait = end - arrival, first - arrival
-        between = (end - first) / np.maximum(output - 1, 1)
+        between = (end - first) / np.maximum(length - 1, 1)
         span = max(self.end - float(arrival.min()), 1e-12)
         return Report(
             finished=len(self.finished),
@@ -101,7 +103,7 @@ class Recorder:
             internal=internal / self.slots,
             external=1 - given / self.slots,
             utilization=tokens / given if given else 1.0,
-            normalized_latency=float((latency / output).mean()),
+            normalized_latency=float((latency / length).mean()),
             latency_p50=float(np.percentile(latency, 50)),
             latency_p99=float(np.percentile(latency, 99)),
             first_token_p50=float(np.percentile(wait, 50)),

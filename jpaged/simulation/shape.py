@@ -26,6 +26,8 @@ class StepShape:
     size: int = 0  # rows or tokens that the program was compiled for
     copied: int = 0  # blocks copied on write
     moved: int = 0  # blocks copied to the host and back
+    block_size: int = 0  # tokens of one of them
+    requests: int = 0  # that rows and chunks belong to; several outputs of a prompt are one
 
     @property
     def tokens(self) -> int:
@@ -58,4 +60,6 @@ def measure_step(
         attended=sum(chunk.length * chunk.start + chunk.length * (chunk.length + 1) // 2 for chunk in plan.prefill),
         size=size,
         moved=len(plan.save) + len(plan.load),
+        block_size=config.block_size,
+        requests=len({each.request_id for each in [*plan.decode, *(chunk.request for chunk in plan.prefill)]}),
     )

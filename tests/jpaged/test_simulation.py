@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -16,10 +17,21 @@ from jpaged.config import EngineConfig
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.simulation import Job, Roofline, SimulatedEngine, fit_cost, poisson_jobs, roofline, sharegpt_lengths
-from jpaged.simulation.costs import FittedCost
+from jpaged.simulation import (
+    Job,
+    RecordedParents,
+    Roofline,
+    SimulatedEngine,
+    fit_cost,
+    make_config,
+    poisson_jobs,
+    recorded_parents,
+    roofline,
+    sharegpt_lengths,
+)
+from jpaged.simulation.costs import DECODE_TERMS, MIXED_TERMS, FittedCost
 from jpaged.simulation.device import SimulatedDevice
-from jpaged.simulation.jobs import fit_lengths, read_trace, scale_lengths
+from jpaged.simulation.jobs import fit_lengths, read_jobs, scale_lengths
 from jpaged.simulation.shape import StepShape
 from jpaged.tiers import HostStore
 
@@ -150,6 +162,46 @@ def test_an_output_may_end_before_its_limit():
     assert report.output_tokens_per_second * report.seconds == pytest.approx(16)
 
 
+def test_a_run_stops_when_told_and_lets_only_so_many_wait():
+    config = make_config(32_000, max_model_len=2048, max_num_seqs=16, max_num_batched_tokens=1)
+    assert (config.num_blocks, config.max_num_batched_tokens) == (2001, 16)
+    config = dataclasses.replace(config, max_num_batched_tokens=512)
+    jobs = [Job(0.0, 5 + i, 10 + 7 * i % 40) for i in range(60)]
+    whole = SimulatedEngine(config, COST).run(jobs)
+    part = SimulatedEngine(config, COST).run(jobs, stop_at=whole.seconds / 3)
+    assert 0 < part.finished < whole.finished and part.seconds < whole.seconds / 2
+    most = []
+    engine = SimulatedEngine(config, COST, queue=3, watch=lambda *_: most.append(len(engine.scheduler.waiting)))
+    assert engine.run(jobs).finished == len(jobs)
+    assert 0 < max(most) <= 3
+
+
+def test_beams_do_what_was_recorded():
+    config = make_config(
+        3200, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
+    jobs = [Job(float(i) / 100, 20, 40, outputs=4, beams=True) for i in range(6)]
+
+    def run(record: str) -> float:
+        return SimulatedEngine(config, COST, parents=RecordedParents({4: [record]})).run(jobs).mean_saved
+
+    # 20 tokens of a prompt are two blocks of up to four that each of four beams has: one is shared for good.
+    apart, together = run("0000" + "0123" * 3), run("0000" * 2)
+    assert 0.2 < apart < 0.4
+    assert together == pytest.approx(0.75)  # the others go on from the first every time: none has a block of its own
+    with pytest.raises(ValueError, match="no group of 4 beams was recorded; there are groups of 2"):
+        SimulatedEngine(config, COST, parents=RecordedParents({2: ["0011"]})).run(jobs)
+    with pytest.raises(ValueError, match="give it `parents`"):
+        SimulatedEngine(config, COST).run(jobs)
+    for record in ("00", "0012", "000"):
+        with pytest.raises(ValueError, match="a record of 2 beams"):
+            RecordedParents({2: [record]})
+    with pytest.raises(ValueError, match="max_tokens must be None"):
+        Job(0.0, 4, 4, outputs=2, beams=True, max_tokens=9)
+    for width in (2, 4, 6):
+        assert len(recorded_parents().groups[width]) >= 20
+
+
 def test_what_cannot_be_run_is_refused():
     config = EngineConfig(num_blocks=400, max_model_len=2048)
     with pytest.raises(ValueError, match="order of arrival"):
@@ -171,6 +223,13 @@ def test_a_roofline_by_hand():
     prefill = StepShape(True, 1, 0, 0, 4096, 1, 1, context=0, attended=4096 * 4097 // 2)
     products = 2 * 8.03e9 * 4096 + 4 * 32 * 4096 * (4096 * 4097 // 2)
     assert cost.seconds(prefill) == pytest.approx(products / 989e12)
+    moved = dataclasses.replace(decode, copied=3, moved=5, block_size=16)
+    block = 16 * 131072
+    host = 5 * (block / 25e9 + 1e-5)
+    swapping = dataclasses.replace(cost, transfer_seconds=1e-5)
+    assert swapping.seconds(moved) - swapping.seconds(decode) == pytest.approx(2 * 3 * block / 4.8e12 + host)
+    small = dataclasses.replace(cost, attention_slowdown=3.0)
+    assert small.seconds(decode) - cost.seconds(decode) == pytest.approx(2 * 1000 * 131072 / 4.8e12)
     slow = dataclasses.replace(cost, efficiency=0.5, step_seconds=1.0, row_seconds=0.25)
     assert slow.seconds(decode) == pytest.approx(2 * cost.seconds(decode) + 4 + 32 * 0.25)
 
@@ -201,6 +260,29 @@ def test_a_fit_finds_what_made_the_times(tmp_path):
         fit_cost(steps[:1], {})
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda data: data["decode"].pop("row"), "'decode' must have the terms"),
+        (lambda data: data["mixed"].pop("size"), "'mixed' must have the terms"),
+        (lambda data: data["mixed"].update(more=1.0), "'mixed' must have the terms"),
+        (lambda data: data.pop("mixed"), "'mixed' must have the terms"),
+        (lambda data: data["decode"].update(row="fast"), "decode row must be seconds"),
+        (lambda data: data["mixed"].update(token=-1.0), "mixed token must be seconds"),
+        (lambda data: data.update(about=3), "'about' must say"),
+    ],
+)
+def test_a_cost_model_that_is_none_is_refused(tmp_path, change, message):
+    path = tmp_path / "cost.json"
+    FittedCost(dict.fromkeys(DECODE_TERMS, 1e-3), dict.fromkeys(MIXED_TERMS, 1e-3), {}).save(path)
+    FittedCost.load(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        FittedCost.load(path)
+
+
 def test_lengths_have_the_means_asked_for():
     lengths = sharegpt_lengths()
     assert lengths.shape == (7980, 2) and lengths.min() >= 1
@@ -217,15 +299,15 @@ def test_traces_are_read_by_their_columns(tmp_path):
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
-    first, second = read_trace(azure, speedup=2.0)
+    first, second = read_jobs(azure, speedup=2.0)
     assert (first.arrival, first.prompt, first.output) == (0.0, 374, 44)
     assert second.arrival == pytest.approx(4.314579 / 2) and second.prompt == 396
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 3000, "input_length": 1030, "output_length": 5, "hash_ids": [4, 5, 6]}\n' * 2)
-    assert read_trace(mooncake, count=1) == [Job(3.0, 1030, 5, (4, 5))]
+    assert read_jobs(mooncake, count=1) == [Job(3.0, 1030, 5, (4, 5))]
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no trace of a known format"):
-        read_trace(tmp_path / "other.csv")
+        read_jobs(tmp_path / "other.csv")
 
 
 def test_the_simulator_knows_nothing_of_jax():

@@ -38,7 +38,7 @@ def test_medians_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_names_the_command_and_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.argv", ["scripts/bench.py", "--rows", "3"])
+    monkeypatch.setattr("sys.argv", ["scripts/bench.py", "--json", "rows.json", "--rows", "3"])
     bench_tools.save_json(str(tmp_path / "new" / "rows.json"), [{"ms": 1.5}])
     saved = json.loads((tmp_path / "new" / "rows.json").read_text())
     assert saved["command"] == "python scripts/bench.py --rows 3" and saved["rows"] == [{"ms": 1.5}]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jpaged.simulation.paper.cores import map_cores
 from jpaged.simulation.paper.setting import LABELS, SYSTEMS, draw, serve
+from jpaged.simulation.records import Report
 
 # Percent of the KV memory: token states, reserved, internal, external and others. (Of vLLM only the first is told.)
 FIG2 = {
@@ -24,35 +26,40 @@ FULL = {"sharegpt": 8.0, "alpaca": 120.0}  # req/s that overload every system
 
 
 def memory_use() -> list[dict[str, Any]]:
-    """A row for each system at a rate that keeps its queue full, and at the paper's."""
-    rows = []
+    """A row for each system: the Orca ones at the paper's rate, ours at one that keeps its queue full."""
+    cases = []
     for name in ("sharegpt", "sharegpt scaled", "sharegpt ours"):
         for system in SYSTEMS:
-            rate = FULL["sharegpt"] if system == "jpaged" else RATES["sharegpt"]
-            seconds = 600.0 if system == "jpaged" else SECONDS["sharegpt"]
-            report = serve(system, draw(name, rate, seconds), since=120, until=seconds)
-            rows.append(
-                {
-                    "lengths": name,
-                    "system": LABELS[system],
-                    **{part: 100 * getattr(report, part) for part in PARTS},
-                    "utilization": 100 * report.utilization,
-                    "paper": FIG2[system],
-                }
-            )
-    return rows
+            full = system == "jpaged"
+            rate, seconds = (FULL["sharegpt"], 600.0) if full else (RATES["sharegpt"], SECONDS["sharegpt"])
+            cases.append((system, name, rate, 120.0, seconds))
+    return [
+        {
+            "lengths": name,
+            "system": LABELS[system],
+            **{part: 100 * getattr(report, part) for part in PARTS},
+            "utilization": 100 * report.utilization,
+            "paper": FIG2[system],
+        }
+        for (system, name, *_), report in zip(cases, map_cores(_serve, cases), strict=True)
+    ]
 
 
 def batches() -> list[dict[str, Any]]:
     """Mean batched requests at the paper's rates, and of ours where requests never run out."""
-    rows = []
+    cases = []
     for name in ("sharegpt", "alpaca"):
         seconds = SECONDS[name]
-        for system in SYSTEMS:
-            report = serve(system, draw(name, RATES[name], seconds), since=seconds / 10, until=seconds)
-            row = {"lengths": name, "system": LABELS[system], "rate": RATES[name], "batch": report.mean_batch}
-            rows.append(row | {"paper": FIG13[name][system]})
-        full = serve("jpaged", draw(name, FULL[name], 200.0), since=40, until=200)
-        row = {"lengths": name, "system": "jpaged, queue full", "rate": FULL[name], "batch": full.mean_batch}
-        rows.append(row | {"paper": FIG13[name]["jpaged"]})
+        cases += [(system, name, RATES[name], seconds / 10, seconds) for system in SYSTEMS]
+        cases.append(("jpaged", name, FULL[name], 40.0, 200.0))
+    rows = []
+    for (system, name, rate, *_), report in zip(cases, map_cores(_serve, cases), strict=True):
+        label = "jpaged, queue full" if rate == FULL[name] else LABELS[system]
+        row = {"lengths": name, "system": label, "rate": rate, "batch": report.mean_batch}
+        rows.append(row | {"paper": FIG13[name][system]})
     return rows
+
+
+def _serve(system: str, name: str, rate: float, since: float, until: float) -> Report:
+    """Only the memory of steps begun in [since, until) is of interest: what would come after is not run."""
+    return serve(system, draw(name, rate, until), since=since, until=until, stop_at=until)

@@ -8,24 +8,31 @@ step and 0.34 ms a sequence. Everything else follows from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from jpaged.config import EngineConfig
 from jpaged.simulation.baselines import ContiguousSystem
-from jpaged.simulation.costs import Roofline, roofline
-from jpaged.simulation.engine import SimulatedEngine
+from jpaged.simulation.beam_parents import recorded_parents
+from jpaged.simulation.costs import CostModel, Roofline, roofline
+from jpaged.simulation.engine import SimulatedEngine, make_config
+from jpaged.simulation.hardware import MODELS
 from jpaged.simulation.jobs import Job, fit_lengths, geometric_lengths, poisson_jobs, scale_lengths, sharegpt_lengths
 from jpaged.simulation.records import Report
 
 SLOTS = 15_728
+HOST_BYTES = 64 << 30  # host memory for blocks that are swapped out
+SUSTAINED = 0.3  # s/token that a rate must stay below to count as sustained
+ALPACA = (19.3, 58.5)  # mean tokens of a prompt and an output
 SYSTEMS = ("max", "pow2", "oracle", "jpaged")
 LABELS = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "jpaged": "jpaged / vLLM"}
 
 
-def paper_cost() -> Roofline:
-    return roofline("a100", "opt-13b", efficiency=0.9, step_seconds=0.008, row_seconds=0.00034)
+def paper_cost(**changes: float) -> Roofline:
+    constants = dict(efficiency=0.9, step_seconds=0.008, request_seconds=0.00034) | changes
+    return roofline("a100", "opt-13b", **constants)
 
 
 def workload(name: str) -> np.ndarray:
@@ -39,7 +46,7 @@ def workload(name: str) -> np.ndarray:
     alpaca           geometric with the paper's means, 19.3 and 58.5: the data themselves are not here
     """
     if name == "alpaca":
-        return np.minimum(geometric_lengths(19.3, 58.5, 20_000, np.random.default_rng(0)), 1024)
+        return np.minimum(geometric_lengths(*ALPACA, 20_000, np.random.default_rng(0)), 1024)
     lengths = sharegpt_lengths()
     if name == "sharegpt ours":
         return lengths
@@ -50,23 +57,67 @@ def workload(name: str) -> np.ndarray:
     raise ValueError(f"workload must be sharegpt, sharegpt scaled, sharegpt ours or alpaca, got {name!r}")
 
 
-def draw(name: str, rate: float, seconds: float, seed: int = 0, outputs: int = 1) -> list[Job]:
-    return poisson_jobs(workload(name), rate, seconds, np.random.default_rng(seed), outputs=outputs)
+def draw(name: str, rate: float, seconds: float, seed: int = 0, outputs: int = 1, beams: bool = False) -> list[Job]:
+    rng = np.random.default_rng(seed)
+    return poisson_jobs(workload(name), rate, seconds, rng, outputs=outputs, beams=beams)
 
 
-def serve(system: str, jobs: Sequence[Job], *, since: float, until: float, block_size: int = 16) -> Report:
-    """One of SYSTEMS on the paper's server; means over steps begun in [since, until)."""
+def serve(
+    system: str,
+    jobs: Sequence[Job],
+    *,
+    since: float = 0.0,
+    until: float = float("inf"),
+    stop_at: float = float("inf"),
+    block_size: int = 16,
+    caching: bool = False,
+    preemption: str = "recompute",
+    cost: CostModel | None = None,
+) -> Report:
+    """One of SYSTEMS on the paper's server, or another `cost`; means over steps begun in [since, until).
+
+    block_size, caching and preemption are the engine's.
+    """
+    cost = paper_cost() if cost is None else cost
+    times: dict[str, Any] = dict(since=since, until=until, stop_at=stop_at)
     if system != "jpaged":
-        return ContiguousSystem(system, SLOTS, paper_cost()).run(jobs, since=since, until=until)
-    config = EngineConfig(
-        num_blocks=SLOTS // block_size + 1,
+        return ContiguousSystem(system, SLOTS, cost).run(jobs, **times)
+    config = make_config(
+        SLOTS,
+        block_size,
         max_model_len=2048,
-        block_size=block_size,
         max_num_seqs=256,
         max_num_batched_tokens=2560,
         decode_steps=1,
-        enable_prefix_caching=False,
-        preemption="recompute",
-        free_padding=True,
+        enable_prefix_caching=caching,
+        preemption=preemption,
+        swap_space_bytes=HOST_BYTES,
     )
-    return SimulatedEngine(config, paper_cost()).run(jobs, since=since, until=until)
+    block_bytes = block_size * MODELS["opt-13b"].kv_bytes
+    beams = recorded_parents() if any(job.beams for job in jobs) else None
+    return SimulatedEngine(config, cost, block_bytes=block_bytes, parents=beams).run(jobs, **times)
+
+
+def measure_curve(
+    system: str,
+    jobs_at: Callable[[float], Sequence[Job]],
+    rates: Sequence[float],
+    *,
+    worst: float = 1.0,
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """(rate, normalized latency in s/token) up to the first rate with more than `worst`. options: of `serve`."""
+    points = []
+    for rate in rates:
+        points.append((rate, serve(system, jobs_at(rate), **options).normalized_latency))
+        if points[-1][1] > worst:
+            break
+    return points
+
+
+def find_sustained(points: Sequence[tuple[float, float]], limit: float = SUSTAINED) -> float:
+    """The rate at which latency crosses `limit`, interpolated; the last or first one if it does not."""
+    for (rate, latency), (following, more) in pairwise(points):
+        if latency <= limit < more:
+            return rate + (following - rate) * (limit - latency) / (more - latency)
+    return points[-1][0] if points[-1][1] <= limit else points[0][0]
