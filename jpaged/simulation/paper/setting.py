@@ -3,7 +3,7 @@
 The paper's KV memory is 12 GiB at 819,200 bytes a token, 15,728 slots (its Table 1 says 15.7K). Two constants of its
 software are not known and were read off its own results for vLLM in Fig. 13, by Little's law: 30.42 requests at 2 req/s
 of 338 tokens are 45 ms a step, 132.44 at 30 req/s of 58.5 tokens are 75 ms; less the roofline, that leaves about 8 ms a
-step and 0.34 ms a sequence. Everything else follows from them.
+step and 0.34 ms a request. Everything else follows from them.
 """
 
 from __future__ import annotations
