@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from tiny import HF_CONFIG, make_prompts
 
 from jpaged import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from jpaged.embedding import Embedder
+from jpaged.memory import block_bytes
 
 # All that a model can have that is divided in a way of its own: four KV heads, biases, a head beside the embedding, a
 # vocabulary (97) that no number of devices divides. The memory is too short for the prompts: sequences are swapped.
@@ -27,11 +29,14 @@ WINDOW = 24
 SIZES = dict(num_blocks=24, max_model_len=128, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
 SIZES |= dict(watermark=0.0, preemption="swap", linear_backend="xla", kv_cache_dtype="int8", window=WINDOW)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+# Cached blocks that the device has no room for go to host memory, and from there to files.
+TIERS = SIZES | dict(num_blocks=34, preemption="recompute", kv_cache_dtype="fp8", window=None)
+HOST_BLOCKS = 12
 THREE = SamplingParams(temperature=1.0, top_k=20, max_tokens=9, ignore_eos=True, n=3, seed=5, logprobs=2)
 
 
-def make_model() -> LoadedModel:
-    config = dataclasses.replace(ModelConfig.from_hf(HF), windows=(WINDOW, WINDOW))
+def make_model(window: int | None = WINDOW) -> LoadedModel:
+    config = dataclasses.replace(ModelConfig.from_hf(HF), windows=(window, window))
     graphdef, shapes = param_shapes(config, jnp.dtype("float32"))
     rng = np.random.default_rng(0)
 
@@ -86,6 +91,36 @@ def observe(engine: Engine, count: list[str]) -> dict[str, Any]:
     }
 
 
+def use_tiers(model: LoadedModel, devices: int, folder: str) -> dict[str, Any]:
+    """Outputs of prompts that are asked for twice, the second time with blocks from host memory and files; then by an
+    engine of its own, which finds nothing but the files."""
+    block = block_bytes(model.config, TIERS["block_size"], "fp8", devices)
+    sizes = dict(TIERS, tensor_parallel_size=devices, prefix_cache_dir=folder)
+    prompts = make_prompts(6, 40)
+    found: dict[str, Any] = {"tokens": [], "restored": []}
+
+    def ask(engine: Engine) -> None:
+        requests = [engine.add_request(f"p{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+        while engine.has_unfinished():
+            engine.step()
+        engine.audit()
+        found["tokens"].append([request.output_token_ids for request in requests])
+        found["restored"].append(engine.stats().prefix_cache.restored_tokens)
+
+    engine = Engine(model, EngineConfig(**sizes, prefix_cache_host_bytes=HOST_BLOCKS * block))
+    ask(engine)
+    ask(engine)
+    stats = engine.stats()
+    found["on the host"] = stats.swap.host_blocks
+    found["files"] = engine.save_prefix_cache()
+    found["stored as"] = str(engine.runner.state.cache[0].k.dtype)
+    again = Engine(model, EngineConfig(**sizes))
+    ask(again)
+    found["read"] = again.stats().prefix_cache.disk_reads
+    found["full blocks"] = sum((len(prompt) - 1) // TIERS["block_size"] for prompt in prompts)
+    return found
+
+
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -101,6 +136,10 @@ def main() -> None:
         found[str(devices)] = observe(engine, compiled) if devices == 4 else answer(engine)
         if devices in (1, 4):
             found[str(devices)]["embedding"] = Embedder(engine, "mean").embed(list(range(3, 40))).tolist()
+    whole = make_model(window=None)
+    for devices in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            found[str(devices)]["tiers"] = use_tiers(whole, devices, folder)
     json.dump(found, sys.stdout)
 
 

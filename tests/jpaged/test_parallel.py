@@ -50,6 +50,17 @@ def test_programs_of_several_devices(answers: dict[str, dict]) -> None:
     assert four["part"] == [24, 1, 4, 8]
 
 
+def test_fp8_pages_from_the_host_and_from_files(answers: dict[str, dict]) -> None:
+    """Each device has half of every block, and the host all of it: the same tokens with blocks that were away."""
+    one, two = (answers[n]["tiers"] for n in "12")
+    assert one["stored as"] == two["stored as"] == "uint8"  # the bits of float8_e4m3fn
+    for found in (one, two):
+        assert found["tokens"] == [one["tokens"][0]] * 3
+        first, second, by_files = found["restored"]
+        assert first < second and by_files == 4 * found["full blocks"]
+        assert found["on the host"] == 12 and found["read"] > 0 and found["files"] >= found["full blocks"]
+
+
 def test_embeddings_of_several_devices(answers: dict[str, dict]) -> None:
     one, four = (np.array(answers[n]["embedding"]) for n in "14")
     assert np.linalg.norm(four - one) < 1e-5
