@@ -44,6 +44,9 @@ ENGINE = (
     "memory_fraction",
     "tensor_parallel_size",
     "enable_prefix_caching",
+    "prefix_cache_host_bytes",
+    "prefix_cache_dir",
+    "prefix_cache_disk_bytes",
     "scheduling_policy",
     "decode_steps",
     "max_logprobs",
@@ -99,6 +102,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="keep computed blocks for later prompts that begin alike (default: yes)",
     )
+    add("--prefix-cache-host-bytes", type=int, metavar="BYTES", help="host memory for blocks it evicts (default: none)")
+    add("--prefix-cache-dir", metavar="FOLDER", help="for those evicted from there; kept for the next process")
+    add("--prefix-cache-disk-bytes", type=int, metavar="BYTES", help="most that may lie in it (default: 16 GiB)")
     add("--scheduling-policy", choices=list(POLICIES), help="who is served first (default: fcfs)")
     add("--decode-steps", type=int, metavar="N", help="most tokens an output gets in one dispatch (default: 8)")
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities a token may have (default: 20)")
