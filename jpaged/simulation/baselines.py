@@ -63,7 +63,7 @@ class ContiguousSystem:
         memory = BuddyAllocator(self.slots)
         recorder = Recorder(self.slots, since, until)
         waiting: deque[tuple[Job, int]] = deque()
-        coming, job = iter(jobs), None
+        coming = iter(jobs)
         job = next(coming, None)
         running: list[_Sequence] = []
         now = 0.0

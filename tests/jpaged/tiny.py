@@ -10,25 +10,12 @@ import numpy as np
 import tokenizers
 from jpaged_models import GenerationDefaults, LoadedModel, ModelConfig, Tokenizer, merge_params, param_shapes
 from jpaged_models.decoder import Rotary
+from jpaged_models.random_weights import TINY
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from pallas_kernels import AttentionSpec, rotate
 
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
-
+HF_CONFIG = TINY
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 
 
