@@ -27,15 +27,28 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     )
     plan.set_defaults(run=run_plan)
     add = plan.add_argument
-    add("--model", required=True, type=Path, help="a config.json, or the folder of a checkpoint")
-    add("--target", required=True, choices=sorted(TARGETS), help="chips: one, or those that the model is divided among")
-    add("--max-model-len", type=int, help="longest prompt + output (default: the model's limit, 8192 at most)")
-    add("--max-num-seqs", type=int, default=64, help="sequences that run at once (default: 64)")
-    add("--max-num-batched-tokens", type=int, default=2048, help="most tokens in a step (default: 2048)")
-    add("--block-size", type=int, default=16, help="tokens in a KV block (default: 16)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights (default: bfloat16)")
-    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(default: auto, as --dtype)")
-    add("--memory-fraction", type=float, default=0.9, help="of the chip's memory that may be used (default: 0.9)")
+    add("--model", required=True, type=Path, metavar="PATH", help="a config.json, or the folder of a checkpoint")
+    add(
+        "--target",
+        required=True,
+        choices=sorted(TARGETS),
+        metavar="CHIPS",
+        help="a chip, or as many as the model is divided among: " + ", ".join(sorted(TARGETS)),
+    )
+    add("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: the model's, 8192 at most)")
+    add("--max-num-seqs", type=int, default=64, metavar="N", help="sequences that run at once (default: 64)")
+    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="most tokens in a step (default: 2048)")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default: 16)")
+    dtypes = ("bfloat16", "float32")
+    add("--dtype", default=dtypes[0], choices=dtypes, help="of weights and activations (default: bfloat16)")
+    add(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        metavar="DTYPE",
+        help=f"of keys and values: {', '.join(KV_CACHE_DTYPES)} (default: auto, as --dtype)",
+    )
+    add("--memory-fraction", type=float, default=0.9, metavar="F", help="of a chip's memory to use (default: 0.9)")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -92,7 +105,10 @@ def run_plan(options: argparse.Namespace) -> None:
 def describe(result: dict, length: int, block_size: int) -> str:
     """For people to read."""
     r = result
-    chips = "" if r["chips"] == 1 else f", divided among {r['chips']} chips (tensor_parallel_size); numbers are of each"
+    chips = together = ""
+    if r["chips"] > 1:
+        chips = f", divided among {r['chips']} chips (tensor_parallel_size); GiB and bytes are of each"
+        together = ", all chips together"
     lines = [
         f"{r['target']}: {r['memory_gib']} GiB a chip, {r['usable_gib']} of them to be used{chips}",
         f"  weights     {r['weights_gib']:8.2f} GiB",
@@ -105,7 +121,7 @@ def describe(result: dict, length: int, block_size: int) -> str:
         f"  KV cache    {r['kv_gib']:8.2f} GiB   {r['kv_blocks']:,} blocks of {block_size} tokens, "
         f"{r['kv_bytes_per_token']:,} bytes a token",
         f"It holds {r['kv_tokens']:,} tokens: {r['sequences_of_max_model_len']:,} sequences of {length:,}.",
-        "At most, by memory's speed and the products' (a roofline; what chips wait for one another is left out):",
+        f"At most{together}, by memory's speed and the products' (a roofline; waiting for other chips is left out):",
         f"  {r['prompt_tokens_per_s_at_most']:10,} tokens/s of prompts",
     ]
     for name, rate in r["decode_tokens_per_s_at_most"].items():

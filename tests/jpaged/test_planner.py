@@ -79,6 +79,9 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
     assert f"{plan['kv_blocks']:,} blocks of 16 tokens, 256 bytes a token" in said
     assert "tokens/s generated for 8 sequences with 64 tokens in the cache each" in said
     assert "The model does not fit" in describe({**plan, "kv_blocks": 0}, 64, 16)
+    assert "together" not in said and "bytes are of each" not in said
+    several = describe({**plan, "chips": 8}, 64, 16)
+    assert "GiB and bytes are of each" in several and "At most, all chips together, by" in several
 
 
 @pytest.mark.parametrize(
