@@ -3,6 +3,7 @@
     python scripts/bench_kernels.py                    # on a GPU, under six minutes
     python scripts/bench_kernels.py --smoke            # a few small points, in seconds, on any machine
     python scripts/bench_kernels.py --tune             # which sizes of the GPU kernels' tiles are the best here
+    python scripts/bench_kernels.py --compile h200     # no GPU: whether the Pallas kernels compile at all these points
     python scripts/bench_kernels.py --batch 64 --context 4096 --block-size 16 --prefill 1x4096
 
 32 query heads, 8 KV heads of 128 numbers, bfloat16; tables in random order. Decode: every --batch with every --context;
@@ -31,11 +32,13 @@ import jax
 import jax.numpy as jnp
 from bench_attention import Work, decode_work, prefill_work
 from bench_tools import describe_machine, make_parser, print_table, save_json, take_turns
+from kernel_compiling import OURS, compile_points, summarize
 from kernel_contenders import CONTIGUOUS, Contender, list_contenders
 from kernel_points import HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES, Arrays, Point, relative_error
 from kernel_tuning import describe_sizes, tune
 
 from jpaged.bench.timing import seconds
+from jpaged.targets import find_target, prepare
 
 ALLOWED_ERROR = 5e-3
 MOST_TOKENS = 1 << 21  # in the cache: 8 GiB of keys and values, and as much for each layout besides
@@ -134,9 +137,31 @@ def choose_within(
             longest = max(longest, clock() - began)
 
 
+def compile_all(options: Namespace) -> int:
+    """`--compile`: one layer of every point, whatever the memory and time it would take to run."""
+    prepare()
+    try:
+        target = find_target(options.compile)
+    except ValueError as error:
+        print(f"bench_kernels: {error}", file=sys.stderr)
+        return 2
+    started, rows = time.monotonic(), []
+    for row in compile_points(find_points(options), target, options.tune):
+        rows.append(row)
+        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    table = summarize(rows, options.tune)
+    print_table(list(table[0]), [list(row.values()) for row in table])
+    save_json(options.json, table, {"target": options.compile})
+    wrong = [row for row in rows if row["kernel"] == OURS and "failed" in row]
+    print(f"{len(rows) - len(wrong)} of {len(rows)} programs as they should be, {time.monotonic() - started:.0f} s")
+    return 1 if wrong else 0
+
+
 def main() -> int:
     started = time.monotonic()
     options = parse()
+    if options.compile:
+        return compile_all(options)
     print(f"{describe_machine()['device']}, JAX {jax.__version__}", flush=True)
     device = Device(options.smoke)
     print(
@@ -176,6 +201,7 @@ def parse() -> Namespace:
     add = parser.add_argument
     add("--smoke", action="store_true", help="a few small points (an option that is given is kept)")
     add("--tune", action="store_true", help="measure the GPU kernels with tiles of other sizes (elsewhere interpreted)")
+    add("--compile", metavar="TARGET", help="measure nothing, and compile for a target of jpaged plan, e.g. h200")
     add("--batch", nargs="*", type=int, help="sequences of decode points (default: 1 16 64 256; with --tune 64 1 256)")
     add("--context", nargs="*", type=int, help="tokens of each (default: 4096 1024 128 32768; with --tune 4096 1024)")
     add("--block-size", nargs="+", type=int, help="tokens a block (default: 16 32 64 128; with --tune 16)")

@@ -2,6 +2,7 @@
 
 Each is started on a point's arrays and gives two calls: one that is timed and goes through all layers, and one that
 gives the first layer's output [T, Hq, D]. What one cannot do it refuses with a ValueError before any device work.
+Those that are Pallas kernels can be compiled for a machine that is not here as well: `call_...`, kernel_compiling.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_points import HEAD_DIM, HEADS, SCALE, Arrays, Point
+from kernel_points import HEAD_DIM, HEADS, SCALE, Arrays, Point, Shapes
 
 from pallas_kernels import AttentionSpec, KVPages, PagedBatch, paged_attention
 from pallas_kernels.storage import from_storage
@@ -32,6 +33,15 @@ class Started(NamedTuple):
 
 
 Contender = Callable[[Arrays], Started]
+
+
+class Call(NamedTuple):
+    """What a contender compiles, `through_layers(attend)`, and the arguments: arrays, or only their shapes."""
+
+    attend: Callable[..., jax.Array]
+    q: Any
+    layers: list[Any]
+    extra: Any
 
 
 def list_contenders() -> dict[str, Contender]:
@@ -52,16 +62,23 @@ CONTIGUOUS = ("cudnn", "torch", "xla")
 
 def start_paged(arrays: Arrays) -> Started:
     """`pallas_kernels.paged_attention`, by the platform's kernels."""
-    return _start(_paged, arrays.q, arrays.layers, arrays.batch)
+    return _start(*call_paged(arrays))
+
+
+def call_paged(arrays: Arrays | Shapes) -> Call:
+    return Call(_paged, arrays.q, arrays.layers, arrays.batch)
 
 
 def start_tiles(arrays: Arrays, tiles: KernelTiles, interpret: bool) -> Started:
     """The Triton kernels with tiles of these sizes."""
+    return _start(*call_tiles(arrays, tiles, interpret))
 
+
+def call_tiles(arrays: Arrays | Shapes, tiles: KernelTiles, interpret: bool) -> Call:
     def attend(q: jax.Array, pages: KVPages, batch: PagedBatch) -> jax.Array:
         return triton_attention(q, pages, batch, AttentionSpec(SCALE), None, interpret, tiles)[0]
 
-    return _start(attend, arrays.q, arrays.layers, arrays.batch)
+    return Call(attend, arrays.q, arrays.layers, arrays.batch)
 
 
 def start_contiguous(arrays: Arrays, implementation: str) -> Started:
@@ -82,6 +99,13 @@ def start_jax_paged(arrays: Arrays, interpret: bool = False) -> Started:
     It works on as many keys at a time as by default with blocks of 16: more do not fit in shared memory. It has no
     scale, so the queries of the call that is checked are scaled before.
     """
+    call = call_jax_paged(arrays, interpret)
+    started = _start(*call)
+    scaled = _start(*call._replace(q=arrays.q * SCALE, layers=call.layers[:1]))
+    return Started(started.run, scaled.first)
+
+
+def call_jax_paged(arrays: Arrays | Shapes, interpret: bool = False) -> Call:
     from jax.experimental.pallas.ops.gpu import paged_attention as theirs
 
     point = arrays.point
@@ -92,11 +116,9 @@ def start_jax_paged(arrays: Arrays, interpret: bool = False) -> Started:
     at_once = max(1, 128 // point.block_size)
     while columns // splits % at_once:
         at_once //= 2
-    layers = [_heads_first(pages) for pages in arrays.layers]
+    turn = functools.partial(jax.eval_shape, _heads_first) if isinstance(arrays, Shapes) else _heads_first
     attend = _jax_paged(theirs.paged_attention, splits, at_once, interpret)
-    started = _start(attend, arrays.q, layers, arrays.batch)
-    scaled = _start(attend, arrays.q * SCALE, layers[:1], arrays.batch)
-    return Started(started.run, scaled.first)
+    return Call(attend, arrays.q, [turn(pages) for pages in arrays.layers], arrays.batch)
 
 
 def start_torch(arrays: Arrays) -> Started:
@@ -158,7 +180,7 @@ def _jax_paged(kernel: Any, splits: int, at_once: int, interpret: bool) -> Calla
 
 
 @functools.cache
-def _through_layers(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def through_layers(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """One program: each layer's output is the next one's query. Returns the first layer's output and the last one's."""
 
     def run(q: jax.Array, layers: list[Any], extra: Any) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +193,7 @@ def _through_layers(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax
 
 
 def _start(attend: Callable[..., jax.Array], q: jax.Array, layers: list[Any], extra: Any) -> Started:
-    program = _through_layers(attend)
+    program = through_layers(attend)
     return Started(lambda: program(q, layers, extra), lambda: np.asarray(program(q, layers, extra)[0]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +60,37 @@ class Point:
         return 4 * HEADS * HEAD_DIM * self.work.sequences * seen
 
 
-class Arrays:
-    """A point's arrays: random bfloat16 queries, keys and values, tables in random order. Made on the device.
+class Shapes:
+    """A point's arrays without content, as a platform stores them: to compile for it.
 
     Attributes:
-        q: [T, Hq, D].
+        q: [T, Hq, D], bfloat16.
         batch: PagedBatch.
         layers: KVPages of each layer.
     """
 
+    def __init__(self, point: Point, platform: str) -> None:
+        work, block = point.work, point.block_size
+        columns = -(-work.tokens // block)
+        self.point = point
+        self.q = _shape((point.rows, HEADS, HEAD_DIM), jnp.bfloat16)
+        tables, lengths, rows = ((work.sequences, columns), (work.sequences,), (point.rows,))
+        self.batch = PagedBatch(*(_shape(shape, jnp.int32) for shape in (tables, lengths, rows)))
+        if work.new:
+            starts = _shape((work.sequences + 1,), jnp.int32)
+            self.batch = self.batch._replace(query_starts=starts, num_decode=_shape((), jnp.int32))
+        pool = (work.sequences * columns + 1, KV_HEADS, block, HEAD_DIM)
+        pages = KVPages(*(_shape(pool, storage_dtype("bfloat16", platform)) for _ in "kv"))
+        self.layers = [pages] * point.layers
+
+
+class Arrays:
+    """A point's arrays: random queries, keys and values, tables in random order. Made on the device; attributes as
+    those of `Shapes`."""
+
     def __init__(self, point: Point, seed: int) -> None:
         work, block = point.work, point.block_size
+        shapes = Shapes(point, jax.default_backend())
         self.point = point
         self.rng = np.random.default_rng(seed)
         columns = -(-work.tokens // block)
@@ -81,10 +102,7 @@ class Arrays:
             batch = batch._replace(query_starts=starts, num_decode=np.int32(0))
         self.batch = jax.tree.map(jnp.asarray, batch)
         keys = iter(jax.random.split(jax.random.key(seed), 1 + 2 * point.layers))
-        stored = storage_dtype("bfloat16", jax.default_backend())
-        shape = (order.size + 1, KV_HEADS, block, HEAD_DIM)
-        self.q = _draw(next(keys), (point.rows, HEADS, HEAD_DIM), np.dtype(jnp.bfloat16))
-        self.layers = [KVPages(*(_draw(next(keys), shape, stored) for _ in "kv")) for _ in range(point.layers)]
+        self.q, self.layers = jax.tree.map(lambda x: _draw(next(keys), x.shape, x.dtype), (shapes.q, shapes.layers))
 
     @cached_property
     def contiguous(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -114,6 +132,10 @@ class Arrays:
         """i64[T], each row's position in its sequence."""
         work = self.point.work
         return np.tile(work.tokens - (work.new or 1) + np.arange(work.new or 1), work.sequences)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

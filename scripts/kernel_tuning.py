@@ -42,6 +42,12 @@ def climb(
     return best, costs
 
 
+def list_neighbours(start: Sizes, choices: Mapping[str, Sequence[int]]) -> list[Sizes]:
+    """All sizes that differ from these in one field."""
+    tried = (start._replace(**{name: value}) for name, values in choices.items() for value in values)  # type: ignore[attr-defined]
+    return [sizes for sizes in tried if sizes != start]
+
+
 def tune(point: Point, seed: int, repeats: int, few: bool) -> dict[str, Any]:
     """A row: the best sizes for a point, beside those that are chosen now. Sizes that a GPU refuses, or whose result is
     wrong, count as endlessly slow. Away from a GPU the kernels are interpreted, whose times say nothing."""
@@ -75,9 +81,9 @@ def tune(point: Point, seed: int, repeats: int, few: bool) -> dict[str, Any]:
     return {
         "work": point.work.name,
         "block": point.block_size,
-        "now": _show(now),
+        "now": show_sizes(now),
         "now us": 1e6 * times[now] / point.layers,
-        "best": _show(best),
+        "best": show_sizes(best),
         "best us": 1e6 * times[best] / point.layers,
         "best / now": times[best] / times[now],
         "tried": len(costs),
@@ -90,5 +96,5 @@ def describe_sizes() -> tuple[str, ...]:
     return ("work", "block", "now", "now us", "best", "best us", "best / now", "tried")
 
 
-def _show(sizes: Any) -> str:
+def show_sizes(sizes: Any) -> str:
     return " ".join(f"{name} {value}" for name, value in sizes._asdict().items())

@@ -68,10 +68,10 @@ def choose_prefill(q: jax.Array, pages: KVPages, architecture: int | None = None
     if product_dtype(q, pages) == jnp.float32:
         most = LEAST
     height = max(LEAST, power_of_two(group), min(most, power_of_two(rows * group)))
-    span = choose_span(q, pages)
+    span, stages = choose_span(q, pages), 2
     if lanes == 128 and (architecture or find_architecture()) not in READS_SHARED_MEMORY:
-        span = min(span, 32)
-    return PrefillTiles(height, span, warps=8 if height * max(lanes, 128) >= 128 * 128 else 4)
+        span, stages = min(span, 32), 3  # with two stages a head of 80 numbers spills
+    return PrefillTiles(height, span, warps=8 if height * max(lanes, 128) >= 128 * 128 else 4, stages=stages)
 
 
 def choose_span(q: jax.Array, pages: KVPages) -> int:

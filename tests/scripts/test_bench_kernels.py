@@ -9,14 +9,26 @@ from pathlib import Path
 
 import bench_kernels
 import jax
+import kernel_compiling
 import kernel_points
 import numpy as np
 import pytest
 from bench_attention import Work, decode_work, prefill_work
-from kernel_contenders import start_contiguous, start_jax_paged, start_paged, start_tiles, start_torch
-from kernel_points import Arrays, Point, relative_error
-from kernel_tuning import climb
+from kernel_compiling import list_tiles
+from kernel_contenders import (
+    Call,
+    call_paged,
+    start_contiguous,
+    start_jax_paged,
+    start_paged,
+    start_tiles,
+    start_torch,
+)
+from kernel_points import Arrays, Point, Shapes, relative_error
+from kernel_tuning import climb, list_neighbours
 
+from jpaged import targets
+from jpaged.targets import Target
 from pallas_kernels.triton.choices import DecodeTiles, KernelTiles, PrefillTiles, choose_decode, choose_prefill
 
 DECODE = Point(decode_work("3x40"), 16)
@@ -117,8 +129,63 @@ def test_tiles_follow_the_gpu() -> None:
     arrays = Arrays(Point(prefill_work("1x64"), 16), 0)
     q, pages = arrays.q, arrays.layers[0]
     assert choose_prefill(q, pages) == choose_prefill(q, pages, 90) == PrefillTiles(128, 64, 8)
-    assert choose_prefill(q, pages, 80) == choose_prefill(q, pages, 120) == PrefillTiles(128, 32, 8)
+    assert choose_prefill(q, pages, 80) == choose_prefill(q, pages, 120) == PrefillTiles(128, 32, 8, 3)
     assert choose_decode(q, pages).span == 64
+
+
+@pytest.mark.parametrize("point", [DECODE, CHUNK], ids=["decode", "chunk"])
+def test_shapes_are_those_of_the_arrays(point: Point) -> None:
+    arrays, shapes = Arrays(point, 0), Shapes(point, jax.default_backend())
+    for name in ("q", "batch", "layers"):
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), getattr(arrays, name))
+        assert found == getattr(shapes, name)
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> str:
+    """This machine's processor in the place of a chip that is not here."""
+    monkeypatch.setitem(targets.TARGETS, "v5e", Target("cpu", "", 1, 1, 1 << 30, 1e9, 1e12))
+    monkeypatch.setitem(targets.NEEDS, "cpu", ("jax", "none"))
+    monkeypatch.setattr(targets, "list_devices", lambda target: jax.devices("cpu"))
+    return "v5e"
+
+
+def test_points_are_compiled_for_a_chip_that_is_not_here(
+    chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A point that does not compile is counted, and is what the status is about."""
+    file = tmp_path / "found.json"
+    command = ["scripts/bench_kernels.py", "--smoke", "--compile", chip, "--block-size", "16", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", command)
+    assert bench_kernels.main() == 0
+    found = json.loads(file.read_text())
+    assert found["machine"]["target"] == chip
+    assert [(row["work"], row["points"], row["compiled"]) for row in found["rows"]] == [
+        ("decode", 1, 1),
+        ("prefill", 2, 2),
+    ]
+    assert "3 of 3 programs as they should be" in capsys.readouterr().out
+
+    def refuse(shapes: Shapes) -> Call:
+        if shapes.point.kind == "decode":
+            raise ValueError("not on this chip")
+        return call_paged(shapes)
+
+    monkeypatch.setattr(kernel_compiling, "call_paged", refuse)
+    assert bench_kernels.main() == 1
+    out = capsys.readouterr().out
+    assert "failed ValueError: not on this chip" in out and "2 of 3 programs as they should be" in out
+    monkeypatch.setattr("sys.argv", [*command[:3], "h100"])
+    assert bench_kernels.main() == 2
+
+
+def test_tiles_that_are_tried_are_compiled_too() -> None:
+    """Those that are chosen first, then all that differ from them in one size."""
+    names = [name for name, _ in list_tiles(Shapes(DECODE, "cuda"))]
+    assert names[0] == "paged" and len(names) == len(set(names)) == 1 + 2 + 2 + 3 + 2 + 2
+    assert names[1] == "span 32 programs 2048 least_keys 256 warps 4 stages 3"
+    found = list_neighbours(PrefillTiles(64, 64, 4), {"height": (64, 128), "stages": (1, 2, 3)})
+    assert found == [PrefillTiles(128, 64, 4), PrefillTiles(64, 64, 4, 1), PrefillTiles(64, 64, 4, 3)]
 
 
 def test_a_point_that_fails_is_counted(
