@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jpaged.beam_search import BeamGroup
 from jpaged.config import EngineConfig
 from jpaged.prefix_index import PrefixIndex
 from jpaged.request import Request
@@ -40,34 +41,43 @@ def blocks_to_start(request: Request, index: PrefixIndex, block_size: int) -> tu
     return own, 0 if request.block_keys else request.prefill_target // block_size
 
 
-def advance_groups(plan: Schedule, live: np.ndarray, tokens: np.ndarray, records: np.ndarray) -> list[list[Request]]:
-    """Take the iterations of every group in a plan that was read. Returns the groups that are done.
+def advance_groups(
+    plan: Schedule, live: np.ndarray, tokens: np.ndarray, records: np.ndarray, block_size: int
+) -> tuple[list[list[Request]], dict[int, int]]:
+    """Take the iterations of every group in a plan that was read.
+
+    Returns the groups that are done, and of the slots of the others how many of their blocks another slot counts.
 
     live     bool[D]: the decode rows whose slot still belongs to the request it was planned for
     tokens   i32[K, R], -1 where a row did not run
     records  i32[K, R, 6], see beams.py
     """
-    rows: dict[int, list[tuple[int, Request]]] = {}
+    groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}  # -> beam, row and request of each member
     for row, (request, here) in enumerate(zip(plan.decode, live.tolist(), strict=True)):
         if here and request.beams is not None:
-            rows.setdefault(id(request.beams), []).append((row, request))
+            groups.setdefault(request.beams, []).append((request.index, row, request))
     for row, chunk in enumerate(plan.prefill, len(plan.decode)):
-        if chunk.last and chunk.request.beams is not None and chunk.request.slot == chunk.slot:
-            rows.setdefault(id(chunk.request.beams), []).append((row, chunk.request))
-    done = []
-    for group in rows.values():
-        group.sort(key=lambda each: each[1].index)
-        at, requests = [row for row, _ in group], [request for _, request in group]
-        beams = requests[0].beams
-        assert beams is not None
-        members = {request.slot: request.index for request in requests}
+        request = chunk.request
+        if chunk.last and request.beams is not None and request.slot == chunk.slot:
+            groups.setdefault(request.beams, []).append((request.index, row, request))
+    done: list[list[Request]] = []
+    doubled: dict[int, int] = {}
+    for beams, group in groups.items():
+        group.sort()
+        at = [row for _, row, _ in group]
+        members = {request.slot: index for index, _, request in group}
+        prompt = len(group[0][2].prompt_token_ids)
         for sampled, record in zip(tokens, records, strict=True):
             if beams.done or sampled[at[0]] < 0:
                 break
+            if beams.length and (prompt + beams.length) % block_size == 0:
+                beams.blocks.fill()
             beams.advance(record[at], members)
         if beams.done:
-            done.append(requests)
-    return done
+            done.append([request for _, _, request in group])
+        else:
+            doubled |= zip(members, beams.blocks.doubled(), strict=True)
+    return done, doubled
 
 
 def take_results(group: list[Request]) -> None:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jpaged.beam_blocks import BeamBlocks
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.validation import as_number
 
@@ -122,28 +123,30 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget everything: the group begins again from its prompt."""
         self.beams: list[Beam | None] = [None] * self.params.beam_width
+        self.blocks = BeamBlocks(self.params.beam_width)
         self.finished: list[Finished] = []
         self.length = 0
         self.done = False
 
     def advance(self, records: np.ndarray, members: dict[int, int]) -> None:
         """Take one iteration: records i32[W, 6] of beams.py, in order of the beams; members: slot -> beam."""
-        scores = records[:, [2, 5]].view(np.float32).tolist()
-        rows = records.tolist()
+        scores = np.ascontiguousarray(records).view(np.float32)[:, 2::3].tolist()
         self.length += 1
         ended = 0
-        for (_, _, _, parent, token, _), (_, score) in zip(rows, scores, strict=True):
-            if parent >= 0:
-                self._finish(Beam(self.beams[members[parent]], token, score), "stop")
+        going = []
+        origins = list(range(len(scores)))  # the blocks of a beam that does not go on stay what they were
+        for index, ((slot, token, _, end_slot, end_token, _), (score, end_score)) in enumerate(
+            zip(records.tolist(), scores, strict=True)
+        ):
+            if end_slot >= 0:
+                self._finish(Beam(self.beams[members[end_slot]], end_token, end_score), "stop")
                 ended += 1
-        going = [
-            Beam(self.beams[members[parent]], token, score)
-            for (parent, token, *_), (score, _) in zip(rows, scores, strict=True)
-            if parent >= 0
-        ]
-        if (
-            self.length == self.max_tokens
-        ):  # of all candidates the best W are finished, whether they end the text or not
+            if slot >= 0:
+                origins[index] = members[slot]
+                going.append(Beam(self.beams[members[slot]], token, score))
+        self.blocks.reorder(origins)
+        # At the limit the best W of all candidates are finished, whether they end the text or not.
+        if self.length == self.max_tokens:
             for beam in going[: self.params.beam_width - ended]:
                 self._finish(beam, "length")
             self.done = True

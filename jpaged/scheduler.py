@@ -180,7 +180,9 @@ class Scheduler:
         if plan.has_beams:
             assert beams is not None
             live = self.counts.epoch[plan.decode_slots] == plan.epochs
-            for group in advance_groups(plan, live, tokens, beams):
+            done, doubled = advance_groups(plan, live, tokens, beams, self.config.block_size)
+            self.counts.count_elsewhere(doubled)
+            for group in done:
                 for request in group:
                     request.finish("length")
                     self._retire(request)

@@ -40,7 +40,7 @@ class Sliding:
             return
         slots = np.flatnonzero(self.counts.decoding)
         first = np.maximum(self.counts.kv_known[slots] - self.window + 1, 0) // self.block_size
-        moved = first > self.counts.slid[slots]
+        moved = first > self.counts.elsewhere[slots]
         for slot, column in zip(slots[moved].tolist(), first[moved].tolist(), strict=True):
             self._give_up(plan, running[slot], column)
         for request in prefilling:

@@ -12,6 +12,8 @@ values, which is why a step can be planned before the tokens of the one before i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jpaged.config import EngineConfig
@@ -27,7 +29,8 @@ class SlotCounts:
         self.block_size = config.block_size
         self.reserved = np.zeros(slots, np.int64)  # blocks
         self.named = np.zeros(slots, np.int64)  # of them, those with a name
-        self.slid = np.zeros(slots, np.int64)  # blocks given up because a window left them behind
+        # Columns whose blocks do not count here: a window left them behind, or another beam's slot counts them too.
+        self.elsewhere = np.zeros(slots, np.int64)
         # Most blocks without a name: of a prompt that is computed chunk by chunk behind a window.
         self.most_private = np.full(slots, UNBOUNDED)
         self.private = 0  # blocks without a name, over all slots
@@ -56,7 +59,7 @@ class SlotCounts:
 
     def growth(self, slots: np.ndarray, tokens: int | np.ndarray) -> np.ndarray:
         """Blocks each slot would have to add to hold `tokens` more."""
-        wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size) - self.slid[slots]
+        wanted = -(-(self.kv_tokens(slots) + tokens) // self.block_size) - self.elsewhere[slots]
         return np.maximum(wanted - self.reserved[slots], 0)
 
     def begin(
@@ -80,7 +83,7 @@ class SlotCounts:
         self.order[slot] = self.admissions
         self.kv_known[slot] = tokens
         self.left_known[slot] = left
-        self.named[slot], self.slid[slot], self.most_private[slot] = named, slid, most_private
+        self.named[slot], self.elsewhere[slot], self.most_private[slot] = named, slid, most_private
         self._recount(slot, 0)
 
     def begin_decoding(self, slot: int) -> None:
@@ -99,9 +102,17 @@ class SlotCounts:
     def slide(self, slot: int, columns: int, named: int) -> None:
         """The slot gives up its next `columns` blocks, `named` of which have a name of its own chain."""
         private = int(self.reserved[slot] - self.named[slot])
-        self.slid[slot] += columns
+        self.elsewhere[slot] += columns
         self.named[slot] -= named
         self._recount(slot, private)
+
+    def count_elsewhere(self, doubled: Mapping[int, int]) -> None:
+        """Of the slot of each beam, by slot: how many of its blocks another beam's slot counts."""
+        slots, columns = np.array(list(doubled), np.int64), np.array(list(doubled.values()), np.int64)
+        fewer = columns - self.elsewhere[slots]
+        self.elsewhere[slots] = columns
+        self.reserved[slots] -= fewer
+        self.private -= int(fewer.sum())
 
     def is_bounded(self, slot: int) -> bool:
         """Whether a block that gets a name leaves as many without one to come."""
@@ -110,7 +121,7 @@ class SlotCounts:
     def end(self, slot: int) -> None:
         """The plan that is being made releases the slot's blocks before it allocates."""
         self.private -= int(self.reserved[slot] - self.named[slot])
-        self.reserved[slot] = self.named[slot] = self.slid[slot] = 0
+        self.reserved[slot] = self.named[slot] = self.elsewhere[slot] = 0
         self.most_private[slot] = UNBOUNDED
         self.decoding[slot] = self.structured[slot] = self.held[slot] = False
         self.kv_known[slot] = self.left_known[slot] = self.in_flight[slot] = 0
@@ -118,8 +129,9 @@ class SlotCounts:
 
     def plan_iterations(self, slots: np.ndarray, steps: int) -> None:
         """Each slot decodes up to `steps` times, a structured one once."""
-        self.in_flight[slots] += np.where(self.structured[slots], 1, steps)
-        self.held[slots] = self.structured[slots]
+        structured = self.structured[slots]
+        self.in_flight[slots] += np.where(structured, 1, steps)
+        self.held[slots] = structured
         self._reserve(slots)
 
     def settle(self, slots: np.ndarray, epochs: np.ndarray, steps: int, counts: np.ndarray) -> None:
@@ -133,9 +145,9 @@ class SlotCounts:
 
     def _reserve(self, slots: np.ndarray) -> None:
         """Decoding slots: what they have at most when the steps under way are done."""
-        before = self.reserved[slots].sum()
-        self.reserved[slots] = -(-self.kv_tokens(slots) // self.block_size) - self.slid[slots]
-        self.private += int(self.reserved[slots].sum() - before)
+        reserved = -(-self.kv_tokens(slots) // self.block_size) - self.elsewhere[slots]
+        self.private += int((reserved - self.reserved[slots]).sum())
+        self.reserved[slots] = reserved
 
     def _recount(self, slot: int, private: int) -> None:
         """One slot, whatever it does; `private` is what it counted of `self.private` before."""
@@ -146,4 +158,4 @@ class SlotCounts:
     def _unnamed(self, slot: int) -> int:
         """Blocks of the whole sequence from the first that it has not given up, without those that have a name."""
         tokens = int(self.kv_known[slot] + min(self.left_known[slot], self.in_flight[slot]))
-        return -(-tokens // self.block_size) - int(self.slid[slot] + self.named[slot])
+        return -(-tokens // self.block_size) - int(self.elsewhere[slot] + self.named[slot])
