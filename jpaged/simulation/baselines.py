@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from jpaged.simulation.beam_parents import RecordedParents
 from jpaged.simulation.buddy import BuddyAllocator
 from jpaged.simulation.costs import CostModel
 from jpaged.simulation.jobs import Job
@@ -29,10 +30,7 @@ RESERVATIONS: dict[str, Callable[[Job, int], int]] = {
 
 
 class ContiguousSystem:
-    """Requests in contiguous memory of `slots` tokens. Each of several outputs, beams too, has a copy of its prompt.
-
-    What it would take to copy a beam's memory when another takes its place is not counted, in these systems' favour.
-    """
+    """Requests in contiguous memory of `slots` tokens. Each of several outputs, beams too, has a copy of its prompt."""
 
     def __init__(
         self,
@@ -43,13 +41,19 @@ class ContiguousSystem:
         longest: int = 2048,
         static: bool = False,
         batch: int = 0,
+        parents: RecordedParents | None = None,
     ) -> None:
-        """static: no request joins before all that run have ended. batch: most requests at once, 0: no limit."""
+        """static: no request joins before all that run have ended. batch: most requests at once, 0: no limit.
+
+        parents: how beams go on. Where one goes on from another, that one's memory is copied over its own. Without it
+        copies cost nothing, in these systems' favour.
+        """
         if reservation not in RESERVATIONS:
             raise ValueError(f"reservation must be one of {', '.join(RESERVATIONS)}, got {reservation!r}")
         self.reserve = RESERVATIONS[reservation]
         self.slots, self.longest, self.cost = slots, longest, cost
         self.static, self.batch = static, batch or slots
+        self.parents = parents
 
     def run(
         self,
@@ -61,6 +65,7 @@ class ContiguousSystem:
     ) -> Report:
         """As `SimulatedEngine.run`."""
         memory = BuddyAllocator(self.slots)
+        self.admitted = 0
         recorder = Recorder(self.slots, since, until)
         waiting: deque[tuple[Job, int]] = deque()
         coming = iter(jobs)
@@ -124,7 +129,8 @@ class ContiguousSystem:
                     raise ValueError(f"{job.outputs} times {size} tokens do not fit {self.slots} slots")
                 break
             waiting.popleft()
-            admitted.append(_Sequence(job, size, places, now))
+            admitted.append(_Sequence(job, size, places, now, self.admitted))
+            self.admitted += 1
         return admitted
 
     def _shape(self, running: list[_Sequence], admitted: list[_Sequence]) -> StepShape:
@@ -147,8 +153,22 @@ class ContiguousSystem:
             context,
             attended,
             tokens,
+            copied=self._count_copied(old),
+            block_size=1,
             requests=len(running),
         )
+
+    def _count_copied(self, running: list[_Sequence]) -> int:
+        """Tokens that this iteration copies from beam to beam."""
+        if self.parents is None:
+            return 0
+        copied = 0
+        for each in running:
+            if each.job.beams:
+                origins = self.parents.at(each.job.outputs, each.number, each.done)
+                moved = sum(beam != origin for beam, origin in enumerate(origins))
+                copied += moved * (each.job.prompt + each.done)
+        return copied
 
     def _record(self, recorder: Recorder, running: list[_Sequence], now: float, seconds: float) -> None:
         tokens = reserved = given = 0
@@ -163,9 +183,9 @@ class ContiguousSystem:
 class _Sequence:
     """A running request."""
 
-    __slots__ = ("done", "first_token", "job", "places", "size", "started")
+    __slots__ = ("done", "first_token", "job", "number", "places", "size", "started")
 
-    def __init__(self, job: Job, size: int, places: list[int], now: float) -> None:
-        self.job, self.size, self.places, self.started = job, size, places, now
+    def __init__(self, job: Job, size: int, places: list[int], now: float, number: int) -> None:
+        self.job, self.size, self.places, self.started, self.number = job, size, places, now, number
         self.done = 0
         self.first_token = now

@@ -27,19 +27,25 @@ class RecordedParents:
                     raise ValueError(
                         f"a record of {width} beams must be digits below that, {width} an iteration, two or more"
                     )
-        self.groups = groups
+        # Of each width, record and iteration the beams that are gone on from.
+        self.groups = {width: [_parse(record, width) for record in records] for width, records in groups.items()}
 
-    def __call__(self, request: Request, generated: int) -> list[int]:
+    def __call__(self, request: Request, generated: int) -> Sequence[int]:
         """Of each beam of the group, whose first request this is, the one it goes on from after `generated` tokens."""
-        width = len(request.group)
+        return self.at(len(request.group), request.seed, generated)
+
+    def at(self, width: int, number: int, generated: int) -> Sequence[int]:
+        """The same of a group of `width` beams; equal numbers get the same record."""
         if not self.groups.get(width):
             known = ", ".join(map(str, sorted(self.groups)))
             raise ValueError(f"no group of {width} beams was recorded; there are groups of {known}")
         records = self.groups[width]
-        record = records[request.seed % len(records)]
-        iterations = len(record) // width
-        at = generated if generated < iterations else 1 + (generated - 1) % (iterations - 1)
-        return [DIGITS.index(digit) for digit in record[at * width : (at + 1) * width]]
+        record = records[number % len(records)]
+        return record[generated if generated < len(record) else 1 + (generated - 1) % (len(record) - 1)]
+
+
+def _parse(record: str, width: int) -> list[tuple[int, ...]]:
+    return [tuple(DIGITS.index(digit) for digit in record[at : at + width]) for at in range(0, len(record), width)]
 
 
 def recorded_parents() -> RecordedParents:

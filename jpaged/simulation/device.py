@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpaged.beam_search import BeamGroup
 from jpaged.config import EngineConfig
 from jpaged.request import Request
 from jpaged.schedule import Schedule
@@ -141,19 +142,23 @@ class SimulatedDevice:
         """Give each beam the blocks of the one it goes on from. Returns records i32[R, 6] (see beams.py)."""
         assert self.parents is not None
         records = np.full((len(plan.decode) + len(plan.prefill), 6), -1, np.int32)
-        active = [(row, each) for row, each in enumerate(plan.decode) if decoded[row] > iteration]
+        active = [(row, plan.decode[row]) for row in np.flatnonzero(decoded > iteration).tolist()]
         if not iteration:
             active += [(row, c.request) for row, c in enumerate(plan.prefill, len(plan.decode)) if c.last]
         slots = [*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.prefill)]
-        groups: dict[str, tuple[Request, list[int]]] = {}  # -> the group's first request, the rows of its beams
-        for row, request in sorted(active, key=lambda each: each[1].index):
+        groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}  # -> beam, row and request of each member
+        for row, request in active:
             if request.beams is not None:
-                groups.setdefault(request.request_id, (request.group[0], []))[1].append(row)
+                groups.setdefault(request.beams, []).append((request.index, row, request))
         rows: list[int] = []
         origins: list[int] = []  # slots
         scores: list[int] = []
-        for first, members in groups.values():
-            generated = self.outputs(first) - int(self.left[slots[members[0]]]) + iteration
+        left = self.left.tolist()
+        for group in groups.values():
+            group.sort()
+            members = [row for _, row, _ in group]
+            first = group[0][2].group[0]
+            generated = self.outputs(first) - left[slots[members[0]]] + iteration
             rows += members
             origins += [slots[members[parent]] for parent in self.parents(first, generated)]
             scores += range(generated + 1, generated + 1 + len(members))
@@ -167,7 +172,7 @@ class SimulatedDevice:
         """i32[K, R]: -1 where nothing was drawn, END where an output ends."""
         steps = np.arange(max(int(drawn.max(initial=1)), 1))[:, None]
         tokens = 1 + (self.steps * 7919 + np.arange(len(drawn))) % 100_000 + steps
-        tokens = np.where(steps < drawn, tokens, -1)
+        tokens[steps >= drawn] = -1
         ends = np.flatnonzero((remaining == 0) & (drawn > 0))
         tokens[drawn[ends] - 1, ends] = END
         return tokens

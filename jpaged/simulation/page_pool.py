@@ -46,11 +46,13 @@ class PagePool:
         self.name_refs[block] += 1
 
     def drop(self, name: int) -> None:
-        block = self.named[name]
+        block = int(self.named[name])
         assert block
         self.named[name] = 0
         self.name_refs[block] -= 1
-        self._free_unowned(np.array([block]))
+        if not self.name_refs[block] and not self.table_refs[block]:
+            self.free[self.num_free] = block
+            self.num_free += 1
 
     def load(self, name: int) -> None:
         """A block from the host, which no sequence has yet."""
@@ -70,7 +72,11 @@ class PagePool:
         block = self.named[name]
         assert block, "shared by a name that means nothing"
         self.tables[slot, column] = block
-        self._add_reference(np.array([block]), self.block_size)
+        owners = self.table_refs[block] = self.table_refs[block] + 1
+        if owners == 1:
+            self.used += 1
+            self.tokens += self.block_size
+        self.shared += owners == 2
 
     def fork(self, slot: int, parent: int) -> None:
         assert not self.columns[slot] and self.length[parent]
@@ -78,7 +84,8 @@ class PagePool:
             each[slot] = each[parent]
         blocks = self.tables[slot, self.first[slot] : self.columns[slot]]
         self.entries += len(blocks)
-        self._add_reference(blocks, 0)  # all are in use already
+        self.table_refs[blocks] += 1
+        self.shared += int((self.table_refs[blocks] == 2).sum())
 
     def reorder(self, slots: np.ndarray, sources: np.ndarray) -> None:
         """Each of `slots` i64[R], all different, becomes what its source was, whose blocks it shares: beams that change
@@ -89,20 +96,21 @@ class PagePool:
             return
         taken, _ = self._entries(sources)
         left, filled = self._entries(slots)
-        blocks = np.unique(np.concatenate([taken, left]))
+        blocks, at = np.unique(np.concatenate([taken, left]), return_inverse=True)
+        come, go = (np.bincount(each, minlength=len(blocks)) for each in (at[: len(taken)], at[len(taken) :]))
         before = self.table_refs[blocks]
-        np.add.at(self.table_refs, taken, 1)
-        np.subtract.at(self.table_refs, left, 1)
-        after = self.table_refs[blocks]
+        after = self.table_refs[blocks] = before + come - go
         assert (after >= 0).all()
         self.entries += len(taken) - len(left)
         self.shared += int((after > 1).sum()) - int((before > 1).sum())
-        self.used -= int((after == 0).sum())
-        gone, at = np.unique(left[self.table_refs[left] == 0], return_index=True)
-        self.tokens -= int(filled[self.table_refs[left] == 0][at].sum())
+        gone = after == 0
+        self.used -= int(gone.sum())
+        tokens = np.zeros(len(blocks), np.int64)
+        tokens[at[len(taken) :]] = filled  # as many wherever a block stands
+        self.tokens -= int(tokens[gone].sum())
         for each in (self.tables, self.columns, self.first, self.length):
             each[slots] = each[sources]
-        self._free_unowned(gone)
+        self._free_unowned(blocks[gone])
 
     def slide(self, slot: int, first: int) -> None:
         """Give up the columns before `first`, as far as there are any."""
@@ -187,14 +195,6 @@ class PagePool:
         self.shared -= int((refs == 1).sum())
         self.entries -= end - first
         self._free_unowned(blocks)
-
-    def _add_reference(self, blocks: np.ndarray, tokens: int) -> None:
-        refs = self.table_refs[blocks]
-        self.table_refs[blocks] += 1
-        fresh = int((refs == 0).sum())
-        self.used += fresh
-        self.tokens += fresh * tokens
-        self.shared += int((refs == 1).sum())
 
     def _take(self, count: int) -> np.ndarray:
         if count > self.num_free:
