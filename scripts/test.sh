@@ -34,6 +34,37 @@ workers=(-n auto --maxprocesses 4 --dist loadfile)
 python=$(need_python)
 make_env .venv '.[test]' "$python"
 
+# Where tests are named, or are to be fast, they are all that is done.
+whole=false
+if ! $fast && ((${#arguments[@]} == 0)); then whole=true; fi
+
+# check_ahead READY EXTRA TARGET REASON: compiles a few programs for a machine that is not here, or says why not.
+check_ahead() {
+    if $1; then
+        heading "compiled for $3"
+        ".venv-$2/bin/python" scripts/aot_check.py "$3" --smoke
+    else
+        heading "compiled for $3: left out, for $4"
+    fi
+}
+
+# Its compilers take one core for minutes, so they work beside what follows; what they say is shown when that is done.
+if $whole; then
+    tpu=true cuda=true
+    # It needs no kernels for this machine, so no compiler is offered to the installation.
+    CC=none CXX=none make_env .venv-tpu '.[tpu]' "$python" || tpu=false
+    [[ -d .venv-cuda ]] || cuda=false
+    said=$(mktemp)
+    set -m # in a group of processes of its own, which can be ended as one
+    {
+        check_ahead $tpu tpu v5e "the compiler could not be installed"
+        check_ahead $cuda cuda h200 "there is no .venv-cuda (4.6 GB; the README tells how to make it)"
+    } >"$said" 2>&1 &
+    ahead=$!
+    set +m
+    trap 'kill -- "-$ahead" 2>/dev/null || true; rm -f "$said"' EXIT
+fi
+
 heading "style"
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
@@ -45,25 +76,8 @@ if $fast; then
     exec .venv/bin/python -m pytest "${workers[@]}" -m smoke ${arguments[@]+"${arguments[@]}"}
 fi
 
-# check_ahead EXTRA TARGET: compiles a few programs for a machine that is not here. Such an environment needs no kernels
-# for this machine, so no compiler is offered to the installation.
-check_ahead() {
-    heading "compiled for $2"
-    if CC=none CXX=none make_env ".venv-$1" ".[$1]" "$python"; then
-        ".venv-$1/bin/python" scripts/aot_check.py "$2" --smoke
-    else
-        echo "left out: the compiler could not be installed"
-    fi
-}
-
 # The other environments go first, so that the last line printed is the summary of the whole suite.
-if ((${#arguments[@]} == 0)); then
-    check_ahead tpu v5e
-    if [[ -d .venv-cuda ]]; then
-        check_ahead cuda h200
-    else
-        heading "compiled for h200: left out, for there is no .venv-cuda (4.6 GB; the README tells how to make it)"
-    fi
+if $whole; then
     if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
         heading "smoke tests on the newest JAX: left out, .venv has it already"
     elif newer=$(find_python 12 python3.14 python3.13 python3.12 \
@@ -74,6 +88,12 @@ if ((${#arguments[@]} == 0)); then
     else
         heading "smoke tests on the newest JAX: left out, no Python 3.12 or newer was found"
     fi
+    checked=0
+    wait "$ahead" || checked=$?
+    cat "$said"
+    if ((checked)); then exit "$checked"; fi
+    trap - EXIT
+    rm -f "$said"
 fi
 
 heading "tests: $(describe .venv/bin/python)"

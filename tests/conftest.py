@@ -27,7 +27,9 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Marked 'smoke' as a whole: the core of each package. scripts/test.sh runs these on the newest JAX too.
+# The core of each package, marked 'smoke': scripts/test.sh runs these on the newest JAX too. Of a test with many cases
+# at most SMOKE_CASES are.
+SMOKE_CASES = 4
 SMOKE_FILES = {
     "jpaged/test_allocator.py",
     "jpaged/test_backends.py",
@@ -39,14 +41,39 @@ SMOKE_FILES = {
     "pallas_kernels/test_no_copies.py",
     "pallas_kernels/test_pages.py",
 }
+# Begun first, so that at the end no process is left alone with one of them.
+LONGEST = (
+    "test_docs.py",
+    "jpaged/server/",
+    "jpaged/test_engine.py",
+    "jpaged/test_beam_search.py",
+    "jpaged/test_parallel.py",
+    "jpaged/test_real_models.py",
+    "pallas_kernels/test_attention.py",
+)
 # Its files share a server process.
 SHARING_FOLDER = "tests/jpaged/server/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.relative_to(ROOT / "tests").as_posix().startswith(LONGEST))
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.relative_to(ROOT / "tests").as_posix() in SMOKE_FILES:
+        file = item.path.relative_to(ROOT / "tests").as_posix()
+        if file in SMOKE_FILES:
+            tests.setdefault((file, item.name.partition("[")[0]), []).append(item)
+    for cases in tests.values():
+        for item in pick_cases(cases):
             item.add_marker(pytest.mark.smoke)
+
+
+def pick_cases(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The first case of each kind, then the last; the kind is the last word of an id: most often the backend."""
+    kinds: dict[str, list[pytest.Item]] = {}
+    for case in cases:
+        kinds.setdefault(case.name.rpartition("-")[2], []).append(case)
+    ends = [kind[0] for kind in kinds.values()] + [kind[-1] for kind in kinds.values()]
+    return list(dict.fromkeys(ends))[:SMOKE_CASES]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,14 +85,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return SHARING_FOLDER if nodeid.startswith(SHARING_FOLDER) else super()._split_scope(nodeid)
 
+    config.option.loadscopereorder = False  # the order of LONGEST, not that of the numbers of tests
     return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Programs are not kept, least of all in the user's cache folder: nothing here would read them again."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_enable_compilation_cache", False)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which programs are kept for this run, never the user's: files of tests have engines of the same
+    sizes, and one finds what another compiled, in whichever process."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return folder / "compiled"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -67,7 +67,7 @@ def run_page(page: Path) -> None:
             demo = cached_demo_model()
             if demo is None:
                 continue
-            few = f'"{demo}", warm_up=False, max_num_seqs=8, max_model_len=256, kv_cache_memory_bytes=32 << 20'
+            few = f'"{demo}", warm_up=False, max_num_seqs=8, max_model_len=96, kv_cache_memory_bytes=32 << 20'
             code = compile("\n" * block.line + source.replace(MODEL, few), str(page), "exec")
         out = io.StringIO()
         with contextlib.redirect_stdout(out):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from beam_reference import beam_reference
 from jpaged_models import load_model
-from tiny import finish, make_prompts, tiny_engine, tiny_model, word_tokenizer
+from tiny import SIZES, finish, make_prompts, tiny_engine, tiny_model, word_tokenizer
 
 from jpaged import LLM, BeamSearchParams, Engine, EngineConfig, SamplingParams
 
@@ -107,8 +107,7 @@ def test_abort_at_any_time():
 
 def test_from_python():
     loaded = dataclasses.replace(tiny_model(), tokenizer=word_tokenizer())
-    sizes = dict(max_model_len=128, block_size=4, num_blocks=65, max_num_seqs=8, max_num_batched_tokens=32)
-    llm = LLM(loaded, warm_up=False, **sizes)
+    llm = LLM(loaded, warm_up=False, **SIZES)
     params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
     one, two = llm.beam_search([[5, 6, 7], "w8 w9"], params)
     for output, prompt in ((one, [5, 6, 7]), (two, [8, 9])):

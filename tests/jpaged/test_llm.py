@@ -5,13 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 from jpaged_models import ConfigError, GenerationDefaults
-from tiny import greedy_reference, tiny_model, word_tokenizer
+from tiny import SIZES, greedy_reference, tiny_model, word_tokenizer
 
 from jpaged import LLM, SamplingParams
 from jpaged.memory import block_bytes, pick_num_blocks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-SIZES = dict(max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8, max_num_batched_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_no_prompts_no_outputs(llm):
         ([], "prompt 1: a prompt must hold at least one token id"),
         ([5, 97], "prompt 1: token id 97 is outside the model's vocabulary: ids are 0 to 96"),
         ([-1], "prompt 1: token id -1"),
-        ([5] * 64, "prompt 1: the prompt has 64 tokens, but max_model_len is 64"),
+        ([5] * 128, "prompt 1: the prompt has 128 tokens, but max_model_len is 128"),
         ({"text": "w5"}, r"prompt 1: a prompt dict needs .* got keys \['text'\]"),
     ],
 )
@@ -194,7 +193,7 @@ def test_defaults_come_from_the_checkpoint():
     [
         (dict(block_size=0), "block_size must be at least 1"),
         (dict(max_model_len=1000), "max_model_len=1000 is more than the 256 positions"),
-        (dict(num_blocks=9), "cannot hold one sequence of max_model_len=64"),
+        (dict(num_blocks=9), "cannot hold one sequence of max_model_len=128"),
         (dict(max_num_batched_tokens=4), "max_num_batched_tokens must be at least max_num_seqs"),
         (dict(watermark=1.5), r"watermark must be in \[0, 1\)"),
         (dict(memory_fraction=0.0), r"memory_fraction must be in \(0, 1\]"),

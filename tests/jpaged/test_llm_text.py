@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 from jpaged_models import GenerationDefaults
 from test_engine_controls import word_tokenizer
-from tiny import greedy_reference, tiny_model
+from tiny import SIZES, greedy_reference, tiny_model
 
 from jpaged import LLM, SamplingParams
 from jpaged.sampling_params import RequestOutputKind
 
-SIZES = dict(max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8, max_num_batched_tokens=32)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PATH = greedy_reference([5, 6], 20)
 WORDS = [f" w{token}" for token in PATH]
@@ -109,17 +108,17 @@ def test_leaving_a_stream_ends_its_requests(llm) -> None:
 
 
 def test_truncated_prompts(llm) -> None:
-    long = list(range(3, 90))
-    for keep, kept in ((5, long[-5:]), (-1, long[-63:]), (60, long[-60:])):
+    long = 2 * list(range(3, 90))
+    for keep, kept in ((5, long[-5:]), (-1, long[-127:]), (60, long[-60:])):
         (output,) = llm.generate([long], change(truncate_prompt_tokens=keep, max_tokens=1), use_tqdm=False)
         assert output.prompt_token_ids == kept
-    with pytest.raises(ValueError, match="the prompt has 87 tokens"):
+    with pytest.raises(ValueError, match="the prompt has 174 tokens"):
         llm.generate([long], GREEDY, use_tqdm=False)
 
 
 def test_max_tokens_far_above_the_models_limit(llm) -> None:
     completion = run(llm, change(max_tokens=10**9))
-    assert len(completion.token_ids) == 62 and completion.finish_reason == "length"
+    assert len(completion.token_ids) == 126 and completion.finish_reason == "length"
 
 
 def test_several_ends_of_text_from_the_checkpoint() -> None:

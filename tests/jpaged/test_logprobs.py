@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from control_reference import next_logits
 from test_engine_controls import make_engine, model
-from tiny import finish, make_prompts, run_all, tiny_engine
+from tiny import SIZES, finish, make_prompts, run_all, tiny_engine
 
 from jpaged import LLM, SamplingParams
 from jpaged.completion import make_completion, make_output
@@ -105,7 +105,7 @@ def test_asking_changes_no_token() -> None:
 
 def test_max_tokens_0_reads_the_prompt_only() -> None:
     """What a server needs for echo: no token, the prompt's log-probabilities, the reason "length"."""
-    llm = LLM(model(), warm_up=False, max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8)
+    llm = LLM(model(), warm_up=False, **SIZES)
     (output,) = llm.generate("w5 w6 w7", SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1), use_tqdm=False)
     completion = output.outputs[0]
     assert (completion.token_ids, completion.text, completion.logprobs) == ([], "", [])
@@ -123,7 +123,7 @@ def test_fetched_only_when_asked_for() -> None:
 
 
 def test_each_of_several_outputs_has_its_own() -> None:
-    llm = LLM(model(), warm_up=False, max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8)
+    llm = LLM(model(), warm_up=False, **SIZES)
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     (output,) = llm.generate("w5 w6 w7 w8 w9 w10", params, use_tqdm=False)
     prompt = output.prompt_token_ids

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from tiny import finish, make_prompts, run_all, tiny_engine, tiny_model, word_tokenizer
+from tiny import SIZES, finish, make_prompts, run_all, tiny_engine, tiny_model, word_tokenizer
 
 from jpaged import LLM, SamplingParams
 
@@ -63,15 +63,7 @@ def test_aborting_the_parent_ends_all_at_any_time():
 
 
 def test_from_python():
-    llm = LLM(
-        dataclasses.replace(tiny_model(), tokenizer=word_tokenizer()),
-        warm_up=False,
-        max_model_len=128,
-        block_size=4,
-        num_blocks=65,
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-    )
+    llm = LLM(dataclasses.replace(tiny_model(), tokenizer=word_tokenizer()), warm_up=False, **SIZES)
     several = dataclasses.replace(WARM, n=3)
     first, second = llm.generate([[5, 6, 7], [8, 9]], [several, WARM], use_tqdm=False)
     assert [output.index for output in first.outputs] == [0, 1, 2] and first.finished

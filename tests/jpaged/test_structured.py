@@ -11,7 +11,7 @@ import threading
 import pytest
 from ascii_model import ascii_model as model
 from json_schemas import conforms, make_schema
-from tiny import finish, greedy_reference, make_prompts, tiny_config, tiny_model
+from tiny import SIZES, finish, greedy_reference, make_prompts, tiny_config, tiny_model
 
 from jpaged import LLM, Engine, SamplingParams
 from jpaged.request import Request
@@ -65,7 +65,11 @@ def add_structured(engine: Engine, finish_all: bool = False) -> list[Request]:
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(), dict(async_scheduling=False), dict(num_blocks=34, watermark=0.0, max_num_batched_tokens=8)],
+    [
+        dict(),
+        dict(max_num_batched_tokens=8, async_scheduling=False, decode_steps=3),  # chunks
+        dict(num_blocks=34, watermark=0.0),  # short of memory: preemption
+    ],
     ids=str,
 )
 def test_forms_beside_plain_requests(alone, changes) -> None:
@@ -154,7 +158,7 @@ def test_a_bad_grammar_fails_its_request_alone(form, message) -> None:
 
 
 def test_the_reason_is_in_the_output() -> None:
-    llm = LLM(model(), warm_up=False, max_model_len=64, block_size=4, num_blocks=65, max_num_seqs=8)
+    llm = LLM(model(), warm_up=False, **SIZES)
     good, bad = llm.generate(["a", "b"], [PLAIN, structured({"regex": "("})], use_tqdm=False)
     assert bad.outputs[0].finish_reason == "error" and "unclosed group" in bad.error and bad.finished
     assert good.error is None and len(good.outputs[0].token_ids) == 30

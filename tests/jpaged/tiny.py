@@ -16,6 +16,8 @@ from jpaged import Engine, EngineConfig, SamplingParams
 from pallas_kernels import AttentionSpec, rotate
 
 HF_CONFIG = TINY
+# Of most tests' engines, so that their programs are the same: what one file has compiled another finds (conftest.py).
+SIZES = dict(num_blocks=65, max_model_len=128, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 
 
@@ -88,8 +90,7 @@ def greedy_reference(
 
 
 def tiny_config(**changes) -> EngineConfig:
-    sizes = dict(num_blocks=65, max_model_len=128, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-    return EngineConfig(**{**sizes, **changes})
+    return EngineConfig(**{**SIZES, **changes})
 
 
 def tiny_engine(*, window: int | None = None, **changes) -> Engine:

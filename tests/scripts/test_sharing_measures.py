@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sharing_measures import make_engine, measure_beams, run, take_rounds, time_copies
-from tiny import make_prompts, tiny_model
+from tiny import SIZES, make_prompts, tiny_model
 
 from jpaged import SamplingParams
 
@@ -18,10 +18,10 @@ def test_beams_share_blocks_and_greedy_requests_do_not():
 
 
 def test_copies_come_back_and_leave_nothing_behind():
-    engine = make_engine(tiny_model(), num_blocks=20, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32)
+    engine = make_engine(tiny_model(), **SIZES)
     out, back = time_copies(engine, blocks=4, repeats=2)
     assert out > 0 and back > 0
-    assert engine.stats().blocks.free == 19
+    assert engine.stats().blocks.free == 64
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     assert run(engine, [(prompt, {"params": params}) for prompt in make_prompts(3, 20)]) > 0
     assert engine.stats().finished == 3
