@@ -1,4 +1,4 @@
-"""What all tests share: the smoke mark, programs that are not kept, and where the assets are."""
+"""What all tests share: the smoke mark, the compiled programs of a run, and where the assets are."""
 
 from __future__ import annotations
 
