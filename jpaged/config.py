@@ -163,18 +163,15 @@ class EngineConfig:
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Row counts that a decode program is compiled for."""
-        return grow_sizes(DECODE_ROWS_MIN, self.max_num_seqs, self.bucket_growth)
+        return self._grow_sizes(DECODE_ROWS_MIN, self.max_num_seqs)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """Token counts that a mixed (prefill and decode) program is compiled for."""
-        first = min(TOKEN_BUCKET_MIN, self.max_num_batched_tokens)
-        return grow_sizes(first, self.max_num_batched_tokens, self.bucket_growth)
+        return self._grow_sizes(TOKEN_BUCKET_MIN, self.max_num_batched_tokens)
 
-    @property
-    def bucket_growth(self) -> int:
-        """How many times the one before a bucket is."""
-        return 4 if self.free_padding else 2
+    def _grow_sizes(self, first: int, last: int) -> tuple[int, ...]:
+        return grow_sizes(last if self.free_padding else min(first, last), last, 2)
 
 
 def check_kv_cache_dtype(name: str) -> None:
@@ -184,10 +181,10 @@ def check_kv_cache_dtype(name: str) -> None:
 
 
 def grow_sizes(first: int, last: int, growth: int) -> tuple[int, ...]:
-    """first, growth*first, ... up to `last` rounded up to a multiple of DECODE_ROWS_MIN."""
+    """first, growth*first, ... up to `last`, both rounded up to a multiple of DECODE_ROWS_MIN."""
     last = -(-last // DECODE_ROWS_MIN) * DECODE_ROWS_MIN
     sizes = []
-    size = max(first, DECODE_ROWS_MIN)
+    size = -(-first // DECODE_ROWS_MIN) * DECODE_ROWS_MIN
     while size < last:
         sizes.append(size)
         size *= growth

@@ -12,6 +12,7 @@ Rows that use any are worked on a few at a time, see `sample`: the logits of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jpaged.features import CONTROLLED, Feature
 from jpaged.sampling import SamplingState, sample
 
 BIAS_CHUNK = 32  # entries of bias applied at once
+DRAWN_AT_ONCE = 8  # rows, where padding is to cost nothing
 
 # (logits f32[n, V], args f32[n, A], position i32[n]) -> f32[n, V]; position: of the token to be drawn
 Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -64,11 +66,40 @@ def draw(
     controls: Controls,
     slots: jax.Array,
     processor: Processor | None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """One token for each row: `sample` with the controls of the rows that have any.
 
     logits f32[R, V]; sampling, features, position [R]; slots i32[R], S for padding -> i32[R]
+
+    live: i32[]; rows from here on are padding, whose logits may be anything and whose tokens are unspecified. Rows are
+    then drawn a few at a time, as many as there are. None: all rows count, and are drawn at once.
     """
+    if live is None:
+        return _draw_rows(logits, sampling, features, position, controls, slots, processor)
+    num_rows = logits.shape[0]
+    tile = math.gcd(num_rows, DRAWN_AT_ONCE)
+
+    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
+        def part(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, i * tile, tile)
+
+        own = jax.tree.map(part, sampling)
+        drawn = _draw_rows(part(logits), own, part(features), part(position), controls, part(slots), processor)
+        return lax.dynamic_update_slice_in_dim(tokens, drawn, i * tile, 0)
+
+    return lax.fori_loop(0, lax.div(live + tile - 1, tile), step, jnp.zeros(num_rows, jnp.int32))
+
+
+def _draw_rows(
+    logits: jax.Array,
+    sampling: SamplingState,
+    features: jax.Array,
+    position: jax.Array,
+    controls: Controls,
+    slots: jax.Array,
+    processor: Processor | None,
+) -> jax.Array:
     controlled = ((features & CONTROLLED) != 0) & (slots < controls.mask.shape[0])
 
     def change(rows: jax.Array, own: jax.Array) -> jax.Array:

@@ -128,7 +128,8 @@ def mixed_step(
     logits = _logits_of_prefix(model, final, plan.num_sampled)
     sampling, features = _gather_sampling(state.slots, plan.slots)
     features = jnp.where(sampled, features, 0)
-    drawn = draw(logits, sampling, features, context, state.controls, plan.slots, spec.logits_processor)
+    live = _count_if_free(model, plan.num_sampled)
+    drawn = draw(logits, sampling, features, context, state.controls, plan.slots, spec.logits_processor, live)
     state, drawn, beams = _advance_beams(state._replace(cache=cache), plan.slots, sampled, logits, drawn, block_size)
     state, left = _emit(state, plan.slots, features, drawn, sampled)
     wanted = (features & Feature.LOGPROBS) != 0
@@ -297,7 +298,8 @@ def _decode_rows(
     hidden, cache = model(tokens, positions, state.cache, attend, live=num_rows)
     features = jnp.where(active, features, 0)
     logits = model.logits(hidden, live=num_rows)
-    drawn = draw(logits, sampling, features, lengths, state.controls, slots, spec.logits_processor)
+    live = _count_if_free(model, num_rows)
+    drawn = draw(logits, sampling, features, lengths, state.controls, slots, spec.logits_processor, live)
     state, drawn, beams = _advance_beams(state._replace(cache=cache), slots, active, logits, drawn, block_size)
     state, _ = _emit(state, slots, features, drawn, active)
     return state, jnp.where(active, drawn, -1), beams, logits
@@ -348,7 +350,7 @@ def _following(plan: Plan, slots: SlotState, starts: jax.Array, owner: jax.Array
 
 
 def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> jax.Array:
-    """f32[R, V] whose first `count` rows are the logits of hidden [R, H]; the others are zeros.
+    """f32[R, V] whose first `count` rows are the logits of hidden [R, H]; the others are unspecified.
 
     The head is the widest product of a step and most rows of a prefill step need none: it runs on the smallest of
     a few row counts that covers them.
@@ -359,6 +361,11 @@ def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> ja
     sizes = [*(n for n in HEAD_ROWS if n < rows), rows]
     branches = [lambda n=n: jnp.pad(model.logits(hidden[:n]), ((0, rows - n), (0, 0))) for n in sizes]
     return lax.switch(jnp.searchsorted(jnp.array(sizes), count, method="compare_all"), branches)
+
+
+def _count_if_free(model: Decoder, count: jax.Array) -> jax.Array | None:
+    """How many rows there are, where those beyond need not be computed; else None, and all are."""
+    return count if model.skips_padding else None
 
 
 def _emit(

@@ -55,10 +55,9 @@ class Attention(nnx.Module):
         layer: Layer,
     ) -> tuple[jax.Array, Any]:
         """x + attention(norm(x)), [T, H], and the cache."""
-        qkv = self.qkv(x, norm=norm, live=live, layer=layer).reshape(
-            x.shape[0], -1, self.head_dim
-        )  # [T, Hq + 2 Hkv, D]
-        q, k, v = jnp.split(qkv, [self.heads, self.heads + self.kv_heads], axis=1)
+        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        parts = self.qkv.split(x, widths, norm=norm, live=live, layer=layer)
+        q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in parts)  # [T, heads, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, layer), self.k_norm(k, layer)
         seen, cache = attend(q, k, v, rotary, cache, self.spec, layer)  # [T, Hq, D]

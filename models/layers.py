@@ -1,7 +1,11 @@
 """The layers everything is made of. Weights are ``[out, in]``, as checkpoints store them; sums are in float32."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -128,23 +132,34 @@ class Linear(nnx.Module):
 
         ``layer`` i32[]: which of the weights, where there is one for each layer; those are packed.
         """
-        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        weight = self.weight[...]
         if is_packed(weight):
-            scale, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
-            return cpu_linear.linear(
-                x,
-                weight,
-                self.features,
-                norm=scale,
-                eps=eps,
-                bias=bias,
-                residual=residual,
-                gated=self.gated,
-                live=live,
-                layer=layer,
-            )
+            return self._multiply_packed(x, (self.features,), norm, residual=residual, live=live, layer=layer)[0]
+        bias = None if self.bias is None else self.bias[...]
         y = self.multiply(x if norm is None else norm(x), weight, bias)
         return y if residual is None else residual + y
+
+    def split(
+        self,
+        x: jax.Array,
+        parts: Sequence[int],
+        *,
+        norm: RMSNorm,
+        live: jax.Array | None,
+        layer: jax.Array | None,
+    ) -> Sequence[jax.Array]:
+        """The same in several arrays, [T, part] for each of ``parts``; packed weights write them so."""
+        if is_packed(self.weight[...]):
+            return self._multiply_packed(x, parts, norm, live=live, layer=layer)
+        return jnp.split(self(x, norm=norm), np.cumsum(parts[:-1]), axis=1)
+
+    def _multiply_packed(
+        self, x: jax.Array, parts: Sequence[int], norm: RMSNorm | None, **options: Any
+    ) -> tuple[jax.Array, ...]:
+        scale, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
+        bias = None if self.bias is None else self.bias[...]
+        weight = self.weight[...]
+        return cpu_linear.split_linear(x, weight, parts, norm=scale, eps=eps, bias=bias, gated=self.gated, **options)
 
     def multiply(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         if self.axis is not None:  # in x's dtype: what travels between devices is what a large step waits for

@@ -64,7 +64,7 @@ def rotate_and_write(
     *,
     instruction_set: str = "",
 ) -> tuple[KVPages, jax.Array]:
-    """See `pallas_kernels.rotate_and_write`. Padding rows of q become zeros; without `rotary` q has no elements."""
+    """See `pallas_kernels.rotate_and_write`. Padding rows of q are not written; without `rotary` q has no elements."""
     require_library()
     operands = _operands(pages)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, q)]

@@ -12,7 +12,8 @@ processors multiply unsigned with signed bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels.cpu.library import require_library
 
 PANEL = 32
 GROUP = 16  # steps of an int8 panel
+MOST_PARTS = 3  # arrays that outputs can be in
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
@@ -95,10 +97,15 @@ def _pack_panels(weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words.swapaxes(1, 2)).view(weight.dtype).reshape(panels, steps, PANEL, v)
 
 
-def linear(
+def linear(x: jax.Array, weight: jax.Array, features: int, **options: Any) -> jax.Array:
+    """`split_linear` with its outputs in one array: [T, features]."""
+    return split_linear(x, weight, (features,), **options)[0]
+
+
+def split_linear(
     x: jax.Array,
     weight: jax.Array,
-    features: int,
+    parts: Sequence[int],
     *,
     norm: jax.Array | None = None,
     eps: float = 0.0,
@@ -109,20 +116,20 @@ def linear(
     layer: jax.Array | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     instruction_set: str = "",
-) -> jax.Array:
-    """norm(x) times weight transposed, + bias, gated, + residual: [T, features].
+) -> tuple[jax.Array, ...]:
+    """norm(x) times weight transposed, + bias, gated, + residual: [T, part] for each of `parts`.
 
     Sums are float32 and run over K in order, so a row's result does not depend on the other rows.
 
     Args:
         x: [T, K], float32 or bfloat16.
         weight: packed, of x's dtype or int8.
-        features: N, the outputs.
+        parts: outputs in each array of the result, 1 to 3 of them; N in all.
         norm: [K]; x is scaled to unit root mean square (plus `eps` under the root), times this, rounded to x's dtype.
         bias: [N], or [2 N] if gated, added to the products.
-        residual: [T, N] of the result's dtype, added to the rounded result.
+        residual: [T, N] of the result's dtype, added to the rounded result; for one part only.
         gated: the result is silu(gate) * factor of the two halves of a gated weight.
-        live: i32[]; rows from here on are padding, left out, and 0 in the result. None: all rows count.
+        live: i32[]; rows from here on are padding, neither computed nor written: they hold anything. None: all count.
         layer: i32[]; weight, norm and bias have one more axis in front, and this is the index on it that counts. So a
             loop over layers passes all of them and copies none. An index outside is an error when the program runs.
         dtype: of the result, x's (by default) or float32.
@@ -131,9 +138,11 @@ def linear(
         ValueError: operands that do not fit, or no native kernels here.
     """
     require_library()
-    dtype = jnp.dtype(dtype or x.dtype)
+    dtype, features = jnp.dtype(dtype or x.dtype), sum(parts)
     v = 4 // weight.dtype.itemsize
     panels = -(-features // PANEL) * (2 if gated else 1)
+    if not 1 <= len(parts) <= MOST_PARTS or (len(parts) > 1 and residual is not None):
+        fail("parts", parts, f"1 to {MOST_PARTS} numbers, 1 with a residual")
     if x.ndim != 2 or x.dtype.name not in WEIGHT_DTYPES:
         fail("x", f"{x.dtype}{x.shape}", f"[T, K] of {' or '.join(WEIGHT_DTYPES)}")
     if weight.dtype not in (x.dtype, jnp.int8):
@@ -156,8 +165,8 @@ def linear(
         if operand is not None and (operand.shape, operand.dtype) != (shape, wanted):
             fail(name, f"{operand.dtype}{operand.shape}", f"None or {wanted}{shape}")
         operands.append(jnp.zeros(0, wanted) if operand is None else operand)
-    call = jax.ffi.ffi_call("jpaged_cpu_linear", jax.ShapeDtypeStruct((x.shape[0], features), dtype))
-    return call(x, weight, *operands, eps=np.float32(eps), gated=gated, set=instruction_set)
+    call = jax.ffi.ffi_call("jpaged_cpu_linear", [jax.ShapeDtypeStruct((x.shape[0], part), dtype) for part in parts])
+    return tuple(call(x, weight, *operands, eps=np.float32(eps), gated=gated, set=instruction_set))
 
 
 def take_rows(

@@ -118,10 +118,12 @@ def test_refusals_of_quantization() -> None:
 
 
 @native
-def test_free_padding_needs_fewer_programs_and_cuts_no_step() -> None:
+def test_free_padding_needs_one_program_of_each_kind() -> None:
     sizes = dict(num_blocks=65, max_model_len=128, block_size=4, max_num_seqs=32, max_num_batched_tokens=512)
     config = EngineConfig(**sizes, free_padding=True)
-    assert (config.decode_buckets, config.token_buckets) == ((8, 32), (32, 128, 512))
+    assert (config.decode_buckets, config.token_buckets) == ((32,), (512,))
+    odd = EngineConfig(**sizes | dict(max_num_seqs=3, max_num_batched_tokens=21), free_padding=True)
+    assert (odd.decode_buckets, odd.token_buckets) == ((8,), (24,))
     config = EngineConfig(**sizes)
     assert (config.decode_buckets, config.token_buckets) == ((8, 16, 32), (32, 64, 128, 256, 512))
     small = dict(max_model_len=64, num_blocks=32, warm_up=False)

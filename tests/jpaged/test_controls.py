@@ -166,6 +166,21 @@ def test_a_row_draws_the_same_wherever_it_sits() -> None:
     assert np.asarray(run(*moved, controls, jnp.asarray(order), None)).tolist() == tokens[order].tolist()
 
 
+@pytest.mark.parametrize("count", [0, 3, 8, 13, 24])
+def test_rows_behind_the_live_ones_may_hold_anything(count: int) -> None:
+    """A few rows at a time, among NaN: the tokens of all rows drawn at once."""
+    rng = np.random.default_rng(count)
+    requests = [make_request(SamplingParams(max_tokens=64, seed=i, **PAIRS[i * 5])) for i in range(24)]
+    controls, sampling, features = make_batch(requests)
+    logits = rng.normal(0, 3, (24, VOCAB)).astype(np.float32)
+    position = jnp.asarray(rng.integers(5, 40, 24))
+    run = jax.jit(draw, static_argnums=6)
+    want = run(logits, sampling, features, position, controls, jnp.arange(24), None)
+    logits[count:] = np.nan
+    got = run(logits, sampling, features, position, controls, jnp.arange(24), None, jnp.int32(count))
+    assert got[:count].tolist() == want[:count].tolist()
+
+
 def test_padding_rows_are_left_alone() -> None:
     request = make_request(SamplingParams(max_tokens=64, temperature=0.0, allowed_token_ids=(5,)))
     controls, sampling, features = make_batch([request])

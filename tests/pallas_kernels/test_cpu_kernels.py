@@ -16,7 +16,7 @@ from paged_cases import fresh_rng, make_case, relative_error
 
 from pallas_kernels.cpu.attention import attention
 from pallas_kernels.cpu.library import find_library, instruction_sets, xla_interface
-from pallas_kernels.cpu.linear import linear, pack_weight, quantize_weight, take_rows
+from pallas_kernels.cpu.linear import linear, pack_weight, quantize_weight, split_linear, take_rows
 from pallas_kernels.oracle import reference_attention
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native CPU kernels are not built: no C++ compiler")
@@ -101,7 +101,7 @@ def test_gated_products(instruction_set: str, dtype: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("pack", [pack_weight, quantize_weight])
 def test_a_row_does_not_depend_on_its_neighbours(instruction_set: str, dtype: str, pack) -> None:
-    """To the last bit: alone, anywhere in a batch of any size, beside NaN; and padding rows are zeros."""
+    """To the last bit: alone, anywhere in a batch of any size, beside NaN and before padding."""
     rng = fresh_rng()
     weight = pack(draw(rng, dtype, 96, 150))
     run = partial(linear, weight=weight, features=96, instruction_set=instruction_set)
@@ -113,9 +113,24 @@ def test_a_row_does_not_depend_on_its_neighbours(instruction_set: str, dtype: st
         live = int(rng.integers(at + 1, rows + 1))
         got = np.asarray(run(x, live=jnp.int32(live)))
         np.testing.assert_array_equal(got[at], alone[0])
-        assert (got[live:] == 0).all()
-    for live, nan_rows in ((-3, 0), (0, 0), (500, 119)):  # beyond either end
-        assert np.isnan(wide(run(x, live=jnp.int32(live)))).sum() == nan_rows * 96
+        assert np.isnan(wide(got[:live])).all(axis=1).sum() == live - 1
+    for live in (-3, 0):
+        run(x, live=jnp.int32(live)).block_until_ready()
+    assert np.isnan(wide(run(x, live=jnp.int32(500)))).sum() == 119 * 96  # beyond the end: all rows
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("parts", [(150,), (64, 32, 54), (5, 145), (20, 3, 127)])
+def test_split_products(instruction_set: str, dtype: str, parts: tuple[int, ...]) -> None:
+    """Equal to one array cut in parts, wherever panels end."""
+    rng = fresh_rng()
+    x, w, bias = draw(rng, dtype, 19, 40), draw(rng, dtype, 300, 40), draw(rng, dtype, 300)
+    options = dict(bias=bias, gated=True, dtype="float32", instruction_set=instruction_set)
+    got = split_linear(x, pack_weight(w, gated=True), parts, **options)
+    whole = linear(x, pack_weight(w, gated=True), 150, **options)
+    assert tuple(part.shape[1] for part in got) == parts
+    np.testing.assert_array_equal(np.concatenate(got, axis=1), whole)
 
 
 @each_set

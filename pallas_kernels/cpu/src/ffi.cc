@@ -228,17 +228,27 @@ const void* part_of(const ffi::AnyBuffer& operand, int64_t layers, int64_t layer
 
 ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer norm,
                     ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::S32> layer,
-                    ffi::Result<ffi::AnyBuffer> y, float eps, bool gated, std::string_view set) {
+                    ffi::RemainingRets outputs, float eps, bool gated, std::string_view set) {
   auto kernels = kernels_for(set);
   if (!kernels) return kernels.error();
   Linear a{};
-  JPAGED_CHECK(x.dimensions().size() == 2 && y->dimensions().size() == 2);
+  JPAGED_CHECK(x.dimensions().size() == 2);
   a.rows = x.dimensions()[0];
   a.k = x.dimensions()[1];
-  a.n = y->dimensions()[1];
-  JPAGED_CHECK(y->dimensions()[0] == a.rows);
   JPAGED_CHECK(read_type(x.element_type(), &a.type) && (a.type == Type::f32 || a.type == Type::bf16));
-  JPAGED_CHECK(read_type(y->element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
+  a.parts = outputs.size();
+  JPAGED_CHECK(a.parts >= 1 && a.parts <= kMostParts);
+  for (int64_t p = 0; p < a.parts; ++p) {
+    auto part = outputs.get<ffi::AnyBuffer>(p);
+    if (!part) return part.error();
+    ffi::AnyBuffer& y = **part;
+    JPAGED_CHECK(y.dimensions().size() == 2 && y.dimensions()[0] == a.rows);
+    JPAGED_CHECK(read_type(y.element_type(), &a.y_type) && (a.y_type == a.type || a.y_type == Type::f32));
+    JPAGED_CHECK(p == 0 || y.element_type() == (*outputs.get<ffi::AnyBuffer>(0))->element_type());
+    a.widths[p] = y.dimensions()[1];
+    a.y[p] = y.untyped_data();
+    a.n += a.widths[p];
+  }
   JPAGED_CHECK(read_type(weight.element_type(), &a.weight_type));
   JPAGED_CHECK(a.weight_type == a.type || a.weight_type == Type::i8);
   const size_t stacked = layer.element_count();  // 1: weight, norm and bias are those of many layers
@@ -247,10 +257,11 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   const int64_t at = stacked ? *layer.typed_data() : 0;
   JPAGED_CHECK(at >= 0 && at < layers);
   for (const ffi::AnyBuffer* each : {&norm, &bias}) JPAGED_CHECK(each->element_type() == x.element_type());
-  JPAGED_CHECK(residual.element_type() == y->element_type());
   JPAGED_CHECK(norm.element_count() == 0 || int64_t(norm.element_count()) == layers * a.k);
   JPAGED_CHECK(bias.element_count() == 0 || int64_t(bias.element_count()) == layers * a.n * (gated ? 2 : 1));
-  JPAGED_CHECK(residual.element_count() == 0 || int64_t(residual.element_count()) == a.rows * a.n);
+  Type residual_type;
+  JPAGED_CHECK(read_type(residual.element_type(), &residual_type) && residual_type == a.y_type);
+  JPAGED_CHECK(residual.element_count() == 0 || (a.parts == 1 && int64_t(residual.element_count()) == a.rows * a.n));
   a.x = x.untyped_data();
   a.weight = part_of(weight, layers, at);
   a.norm = part_of(norm, layers, at);
@@ -261,7 +272,6 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   JPAGED_CHECK(live.element_count() <= 1);
   a.live = a.rows;
   if (live.element_count()) a.live = std::min<int64_t>(a.rows, std::max<int64_t>(0, *live.typed_data()));
-  a.y = y->untyped_data();
   (*kernels)->linear(a, borrow(threads));
   return ffi::Error::Success();
 }
@@ -374,7 +384,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_linear, multiply,
                                   .Arg<Any>()   // residual
                                   .Arg<Ints>()  // live
                                   .Arg<Ints>()  // layer
-                                  .Ret<Any>()   // y
+                                  .RemainingRets()  // y, in one part or several
                                   .Attr<float>("eps")
                                   .Attr<bool>("gated")
                                   .Attr<std::string_view>("set"));

@@ -17,10 +17,12 @@ enum class Type { f32, bf16, f16, i8, fp8 };
 constexpr int64_t kPanel = 32;
 constexpr int64_t kGroup = 16;  // steps
 
+constexpr int64_t kMostParts = 3;  // of a product's outputs
+
 // y [rows, n] = norm(x) [rows, k] times weight [n, k] transposed, + bias, + residual.
 struct Linear {
   int64_t rows, n, k;
-  int64_t live;          // rows from here on are padding: y is 0 there
+  int64_t live;          // rows from here on are padding: y is not written there
   Type type;             // of x, norm, bias, residual
   Type weight_type;      // that or i8: rows of x are then rounded to 8 bits too, a scale for each kGroup steps
   Type y_type;           // `type` or f32
@@ -31,7 +33,9 @@ struct Linear {
   const void* bias;      // [n] ([2 n]: gates, then ups, if gated), or null
   const void* residual;  // [rows, n] in y's type, or null
   bool gated;            // weight has 2 n rows, panel by panel a gate and what it multiplies: y = silu(gate) * up
-  void* y;
+  int64_t parts;         // arrays that y is in, from its first column to its last; one where there is a residual
+  int64_t widths[kMostParts];
+  void* y[kMostParts];   // [rows, width] each
 };
 
 // out [rows, k] = rows `ids` of a packed weight [n, k]; ids outside are clipped.
@@ -72,7 +76,7 @@ struct Attention {
 };
 
 // Stores rows of k and v [T, Hkv, D] at slots [T]; a slot outside the pool is dropped. With cos and sin [T, D / 2], q and k
-// are rotated first: dimension i turns with i + D / 2. Rows that go to block 0 are padding: their q is 0.
+// are rotated first: dimension i turns with i + D / 2. Rows that go to block 0 are padding: their q is not written.
 struct Write {
   Pages pages;
   Type type;  // of q, k, v and q_out

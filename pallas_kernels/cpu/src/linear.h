@@ -237,10 +237,15 @@ void finish_rows(const Linear& a, int64_t row, int64_t rows, int64_t column, flo
         store(line + c, silu(load_as<vf>(line + c)) * load_as<vf>(ups + i * kPanel + c));
       }
     }
-    const int64_t at = (row + i) * a.n + column;
-    auto* y = static_cast<typename Y::T*>(a.y) + at;
-    store_as<Y>(y, line, n);
+    for (int64_t p = 0, first = 0; p < a.parts; first += a.widths[p++]) {
+      const int64_t begin = std::max(column, first), end = std::min(column + n, first + a.widths[p]);
+      if (begin >= end) continue;
+      auto* y = static_cast<typename Y::T*>(a.y[p]) + (row + i) * a.widths[p] + begin - first;
+      store_as<Y>(y, line + begin - column, end - begin);
+    }
     if (a.residual) {  // added to what is stored, so that it makes no difference who adds it
+      const int64_t at = (row + i) * a.n + column;
+      auto* y = static_cast<typename Y::T*>(a.y[0]) + at;
       alignas(64) float other[kPanel];
       load_floats<Y>(line, y, n);
       load_floats<Y>(other, static_cast<const typename Y::T*>(a.residual) + at, n);
@@ -257,8 +262,6 @@ void linear_of(const Linear& a, const Pool& pool) {
   constexpr int64_t per_step = quantized ? 4 : 4 / sizeof(T);
   const int64_t steps = (a.k + per_step - 1) / per_step;
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
-  auto* y = static_cast<typename Y::T*>(a.y);
-  std::fill(y + a.live * a.n, y + a.rows * a.n, typename Y::T(0));
   if (a.live == 0) return;
 
   // Rows of x as the tiles read them: normalised, quantised, and filled up to whole steps.

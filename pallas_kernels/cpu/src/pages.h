@@ -66,18 +66,13 @@ void write_of(const Write& w, const Pool& pool) {
       const float* cos = w.cos ? w.cos + t * (dim / 2) : nullptr;
       const float* sin = w.cos ? w.sin + t * (dim / 2) : nullptr;
       // Padding rows are not stored: several threads would meet in block 0, which nothing reads.
-      const bool stored = slot >= p.block_size && slot < p.blocks * p.block_size;
+      if (slot < p.block_size || slot >= p.blocks * p.block_size) continue;
       for (int64_t h = 0; h < w.q_heads; ++h) {
         const int64_t at = (t * w.q_heads + h) * dim;
-        if (stored) {
-          load_line(w.type, line.get(), w.q, at, dim);
-          rotate_line(line.get(), cos, sin, dim);
-        } else {
-          std::fill(line.get(), line.get() + dim, 0.0f);
-        }
+        load_line(w.type, line.get(), w.q, at, dim);
+        rotate_line(line.get(), cos, sin, dim);
         store_line(w.type, w.q_out, at, line.get(), dim);
       }
-      if (!stored) continue;
       for (int64_t h = 0; h < p.heads; ++h) {
         const int64_t from = (t * p.heads + h) * dim;
         const int64_t token = (slot / p.block_size * p.heads + h) * p.block_size + slot % p.block_size;
