@@ -34,6 +34,19 @@ struct Piece {
   }
 };
 
+// Floats of one task, on the stack if they fit there: threads that ask the C library for memory wait for each other, which
+// takes longer than a short sequence's attention.
+class Scratch {
+ public:
+  explicit Scratch(int64_t n) : far_(n > kNear ? new float[n] : nullptr) {}
+  float* get() { return far_ ? far_.get() : near_; }
+
+ private:
+  static constexpr int64_t kNear = 16384;
+  std::unique_ptr<float[]> far_;
+  alignas(64) float near_[kNear];
+};
+
 // The geometry all tasks share.
 struct Sizes {
   int64_t group, dim, width;  // query heads a KV head; D; D rounded up to whole panels of columns
@@ -487,7 +500,7 @@ void attention_of(const Attention& a, const Pool& pool) {
     const Piece& piece = pieces[i];
     const int64_t each = piece.rows(size.group), rows = each * piece.heads;
     const bool alone = piece.partial < 0;
-    std::unique_ptr<float[]> memory(new float[rows * (alone ? 2 * size.width + 2 : size.width)]);
+    Scratch memory(rows * (alone ? 2 * size.width + 2 : size.width));
     float* q = memory.get();
     const Partial partial =
         alone ? partial_at(q + rows * size.width, rows, 0) : partial_at(shared.get(), partials, piece.partial);
