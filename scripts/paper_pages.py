@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_prose import wrap_prose
 from markdown_table import make_table
 
 from jpaged.simulation.paper import latency
-from jpaged.simulation.paper.setting import SUSTAINED
+from jpaged.simulation.paper.reasons import REASONS
+from jpaged.simulation.paper.setting import LABELS, SUSTAINED
 from jpaged.simulation.paper.sharing import prefix_ratios
 
 INTRODUCTION = """# The PagedAttention paper's tables, reproduced
@@ -20,8 +22,12 @@ Kwon et al., "Efficient Memory Management for Large Language Model Serving with 
 python scripts/reproduce_paper.py --all
 ```
 
-which needs no model, no trace and no GPU{time}. Each figure says whether it is simulated or measured; nothing here
-ran on an A100.
+which needs no model, no trace and no GPU. On {machine} with nothing else running, and no program compiled before, the
+figures took {minutes:.1f} minutes in all:
+
+{seconds}
+
+Each figure says whether it is simulated or measured; nothing here ran on an A100.
 
 **Simulated** means: this engine's scheduler, prefix index and block accounting (and contiguous memory under a buddy
 allocator, as the paper says its versions of Orca work) on a model of OPT-13B's speed on an A100-40GB, with the
@@ -47,12 +53,13 @@ Chosen here, where the paper says nothing:
 - a rate counts as sustained while the mean of latency over output tokens is below {limit} s/token, a line drawn
   across Fig. 12, 14 and 16; of several outputs, the tokens of one count. In Fig. 12 half or twice that line moves
   rates by 3 to 19 %, and ours over Orca (Oracle) by at most 0.1;
-- of several outputs or beams a request's 0.34 ms are counted once: the paper's values are of requests with one.
-  Counted for each sequence, six beams came out at 1.5 times Orca (Oracle), where the paper has 2.3;
+- of several outputs or beams a request's 0.34 ms are counted once: the paper's values are of requests with one
+  (what the other way does to six beams is under Fig. 14);
 - the Orca systems run the same model of speed, admit whoever fits, first come, first served, and compute a prompt
   in the step that admits it. They keep the memory of each output and each beam apart, and copying a beam's memory
   costs them nothing, which is in their favour;
-- requests come at random times (Poisson), 60 to 1,200 s of them, one seed;
+- requests come at random times (Poisson), 60 to 1,200 s of them, one seed; every rate has the same requests. A
+  rate that is just sustained is looked for between two rates, 5 % apart in the end;
 - at most 256 sequences run at once and a step has at most 2,560 tokens, vLLM's defaults at the time; no request is
   longer than 2,048 tokens; prefixes are shared in Fig. 16 alone;
 - of Fig. 16: a sentence and its translation have 40 tokens each on average (geometric); of Fig. 19: PCIe 4.0 at 25
@@ -63,10 +70,18 @@ Chosen here, where the paper says nothing:
 
 - On Alpaca ours runs more at once than vLLM at 30 requests/s: these constants leave it close to overload there,
   where the queue's length hangs on small differences in speed.
-- Fig. 14: ours over Orca (Oracle) grows with the outputs, but less than in the paper, and beams gain no more than
-  parallel outputs. Likely reasons, not tested: at such rates ours is short of time rather than of memory, which is
-  all that beams save; and 60 s of overload are soon over, which is kind to the systems that it hits first.
-- Fig. 15: parallel sampling shares more on Alpaca than the paper's 6.1 to 9.8 %, beams more on both.{shapes}
+{outputs}- Fig. 15: parallel sampling shares more on Alpaca than the paper's 6.1 to 9.8 %, beams more on both.{shapes}
+"""
+
+OUTPUTS = """\
+- Fig. 14: with six beams ours over Orca (Oracle) is {six}, the paper's 2.3, and {base} where the queue is never empty.
+  What that hangs on, one thing changed at a time (second table under Fig. 14): at most 256 sequences run at once, and
+  with beams that limit is reached before memory is full; with 1,024 it is {most}. While that limit holds it does not
+  matter that the beams here share more ({saved} % of blocks; the paper 55.2): {steady_ratio} with the paper's share,
+  {both} with it and 1,024. The paper's versions of Orca may have had to copy beams' memory: if they do here, {copies}.
+  Outputs that are less equal, of the same mean: {shape}. Software's 0.34 ms for every beam: {each}. So any one
+  of the copies, the lengths and the limit is enough to explain the paper's 2.3. What the scheduler counts
+  matters too: as long as it counted the blocks of each beam apart, fewer ran at once, and the figure's ratio was 1.81.
 """
 
 SHAPES = """ The second table under Fig. 15 has
@@ -77,19 +92,45 @@ SHAPES = """ The second table under Fig. 15 has
 
 def write_page(results: dict[str, Any], path: Path) -> None:
     """Every figure that `results` has, in order."""
-    seconds = sum(results[name]["seconds"] for name in SECTIONS if name in results)
-    machine = _machine(next(iter(results.values()))["machine"])
-    time = f". The figures took {seconds / 60:.0f} minutes in all on {machine}, beside other work"
+    taken = {f"Fig. {name}": results[name]["seconds"] for name in SECTIONS if name in results}
+    times = dict(
+        machine=_machine(next(iter(results.values()))["machine"]),
+        minutes=sum(taken.values()) / 60,
+        seconds=make_table(["", *taken], [["seconds", *(f"{each:.0f}" for each in taken.values())]]),
+    )
     shapes = [row["saved, 6"] for row in results["15"]["tables"]["shapes"]] if "15" in results else []
     reason = SHAPES.format(most=f"{max(shapes):.1f}", least=f"{min(shapes):.1f}") if shapes else ""
-    parts = [INTRODUCTION.format(time=time, limit=SUSTAINED, shapes=reason)]
+    parts = [INTRODUCTION.format(limit=SUSTAINED, shapes=reason, outputs=_differs(results), **times)]
     for name, write in SECTIONS.items():
         if name in results:
-            parts.append(write(results[name]["tables"], _machine(results[name]["machine"])))
-    path.write_text("\n".join(parts))
+            about = results[name]["machine"]
+            parts.append(write(results[name]["tables"], _machine(about), about["dtype"]))
+    path.write_text(wrap_prose("\n".join(parts)))
 
 
-def _memory(tables: dict, machine: str) -> str:
+def _differs(results: dict[str, Any]) -> str:
+    """What is said of Fig. 14, if it is there."""
+    if "14" not in results:
+        return ""
+    tables = results["14"]["tables"]
+    ratios = {
+        (row["method"], row["outputs"]): row["ratio"]
+        for row in latency.sustained(tables["latencies"])
+        if row["system"] == LABELS["oracle"]
+    }
+    rows = {row["what"]: row for row in tables["reasons"]}
+    values = {name: f"{row['ratio']:.2f}" for name, row in rows.items()}
+    base, *changed = REASONS
+    names = ("steady_ratio", "copies", "shape", "each", "most", "both")
+    return OUTPUTS.format(
+        six=f"{ratios['beam', 6]:.2f}",
+        base=values[base],
+        saved=f"{rows[base]['saved']:.0f}",
+        **dict(zip(names, (values[name] for name in changed), strict=True)),
+    )
+
+
+def _memory(tables: dict, machine: str, dtype: str) -> str:
     names = ("token_states", "reserved", "internal", "external")
     table = []
     for row in tables["memory"]:
@@ -101,7 +142,7 @@ def _memory(tables: dict, machine: str) -> str:
     return _section("Where KV memory goes", "2", text, (header, table))
 
 
-def _latency(tables: dict, machine: str) -> str:
+def _latency(tables: dict, machine: str, dtype: str) -> str:
     table = [
         [row["lengths"], row["system"], f"{row['sustained']:.2f}", f"{row['ratio']:.2f}", row["paper"]]
         for row in latency.sustained(tables["latencies"])
@@ -111,7 +152,7 @@ def _latency(tables: dict, machine: str) -> str:
     return _section("Latency against rate", "12", text, (header, table))
 
 
-def _outputs(tables: dict, machine: str) -> str:
+def _outputs(tables: dict, machine: str, dtype: str) -> str:
     table = [
         [row["method"], row["outputs"], row["system"], f"{row['sustained']:.2f}", f"{row['ratio']:.2f}", row["paper"]]
         for row in latency.sustained(tables["latencies"])
@@ -124,10 +165,15 @@ what those of SmolLM2-135M-Instruct did on two dozen instructions**, recorded fr
 (`scripts/bench_sharing.py record`) and played back, each group one of the recorded ones. What they
 save by this (Fig. 15 below: 42 to 69 % on Alpaca, 48 to 80 % on ShareGPT) is what the real engine was measured to save
 with another small model (43 to 68 %, 46 to 76 %: `docs/benchmarks.md`, "Blocks saved by sharing")."""
-    return _section("Several outputs, and beams", "14", text, (header, table))
+    reasons = [
+        [row["what"], f"{row['ours']:.0f}", f"{row['oracle']:.0f}", f"{row['ratio']:.2f}", f"{row['saved']:.1f}"]
+        for row in tables["reasons"]
+    ]
+    under = ("six beams, queue never empty", "tokens/s, ours", "Orca (Oracle)", "ours over it", "blocks saved %")
+    return _section("Several outputs, and beams", "14", text, (header, table), (under, reasons))
 
 
-def _batches(tables: dict, machine: str) -> str:
+def _batches(tables: dict, machine: str, dtype: str) -> str:
     table = [
         [row["lengths"], row["system"], f"{row['rate']:g}", f"{row['batch']:.2f}", f"{row['paper']:.2f}"]
         for row in tables["batches"]
@@ -136,7 +182,7 @@ def _batches(tables: dict, machine: str) -> str:
     return _section("How many run at once", "13", "Simulated.", (header, table))
 
 
-def _sharing(tables: dict, machine: str) -> str:
+def _sharing(tables: dict, machine: str, dtype: str) -> str:
     table = [
         [row["method"], row["lengths"], row["outputs"], f"{row['saved']:.1f}", row["paper"]]
         for row in tables["savings"]
@@ -149,10 +195,10 @@ def _sharing(tables: dict, machine: str) -> str:
     text = (
         "Simulated, beams as in Fig. 14. Then parallel sampling on Alpaca's means in other shapes, lognormal by spread."
     )
-    return _section("What several outputs share", "15", text, (header, table), (under, shapes), plot=False)
+    return _section("What several outputs share", "15", text, (header, table), (under, shapes))
 
 
-def _prefix(tables: dict, machine: str) -> str:
+def _prefix(tables: dict, machine: str, dtype: str) -> str:
     table = [
         [row["prefix"], row["system"], f"{row['sustained']:.2f}", f"{row['ratio']:.2f}", row["paper"] or ""]
         for row in prefix_ratios(tables["latencies"])
@@ -162,11 +208,11 @@ def _prefix(tables: dict, machine: str) -> str:
     text = f"""\
 The first table is simulated with the real prefix index, LLaMA-13B on the A100, over the paper's baseline, Orca
 (Oracle). The second is measured on {machine}: output tokens/s of 16 requests with the prefix cache on and off, in
-turns (`python scripts/bench_sharing.py prefix`)."""
+turns (`python scripts/bench_sharing.py prefix --dtype {dtype}`)."""
     return _section("A prefix in common", "16", text, (header, table), (list(tables["measured"][0]), measured))
 
 
-def _block_size(tables: dict, machine: str) -> str:
+def _block_size(tables: dict, machine: str, dtype: str) -> str:
     overhead = [list(row.values()) for row in tables["overhead"]]
     text = f"""\
 (a) is measured on {machine}: decode attention of one layer, with blocks of 16 in random order and, by the same
@@ -186,15 +232,18 @@ curves is a CPU's."""
     )
 
 
-def _swap(tables: dict, machine: str) -> str:
+def _swap(tables: dict, machine: str, dtype: str) -> str:
     simulated = [list(row.values()) for row in tables["simulated"]]
     measured = [list(row.values()) for row in tables["measured"]]
+    sizes = " ".join(str(row["block size"]) for row in tables["measured"])
     text = f"""\
 The first table is simulated: 256 tokens of OPT-13B copied one way and computed again on the A100, and ShareGPT
 requests at 2.3 requests/s, whose latency is in s/token. The paper: the cost of recomputing does not depend on the
 block size, small blocks make swapping slow, and from 16 to 64 they are comparable. The second is measured on
-{machine} (`python scripts/bench_sharing.py swap`): there all blocks of a step are gathered into one copy, so that
-small blocks cost little, and memory and "device" share one bus, so that copying is nearly free beside computing."""
+{machine}
+(`python scripts/bench_sharing.py swap --dtype {dtype} --block-size {sizes} --repeats 2`):
+there all blocks of a step are gathered into one copy, so that small blocks cost little, and memory and "device" share
+one bus, so that copying is nearly free beside computing."""
     return _section(
         "Swapping beside recomputing",
         "19",
@@ -216,12 +265,10 @@ SECTIONS = {
 }
 
 
-def _section(
-    title: str, number: str, text: str, *tables: tuple[Sequence[str], Sequence[Sequence[Any]]], plot: bool = True
-) -> str:
-    image = [f"![Fig. {number}](figures/paper_fig{number}.png)"] if plot else []
+def _section(title: str, number: str, text: str, *tables: tuple[Sequence[str], Sequence[Sequence[Any]]]) -> str:
+    image = f"![Fig. {number}](figures/paper_fig{number}.png)"
     made = [make_table(header, rows) for header, rows in tables]
-    return "\n\n".join([f"## {title} (Fig. {number})", *image, text, *made]) + "\n"
+    return "\n\n".join([f"## {title} (Fig. {number})", image, text, *made]) + "\n"
 
 
 def _machine(machine: dict[str, Any]) -> str:

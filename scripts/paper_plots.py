@@ -88,9 +88,16 @@ def draw_latency(pyplot, tables: Tables):
     for axes, name in zip(panels, ("sharegpt", "alpaca"), strict=True):
         rows = [row for row in tables["latencies"] if row["lengths"] == name]
         _draw_curves(axes, rows, LINES)
+        for row in latency.sustained(rows):
+            if row["paper"]:
+                ratios = [float(ratio) for ratio in row["paper"].split(" to ")]
+                places = [row["sustained"] * row["ratio"] / ratio for ratio in (ratios[0], ratios[-1])]
+                label = f"{row['system']}, by the paper's ratio to vLLM"
+                band = dict(color=LINES[row["system"]], alpha=0.35, solid_capstyle="butt", zorder=1)
+                axes.plot(places, [SUSTAINED] * 2, marker="|", markersize=14, linewidth=7, label=label, **band)
         axes.set_title(name, fontsize=10)
         axes.set_ylabel("normalized latency, s/token")
-    _add_legend(figure, panels[0])
+    _add_legend(figure, panels[0], columns=3)
     figure.suptitle("Latency against request rate, OPT-13B on an A100-40GB, simulated (Fig. 12)", fontsize=10)
     return figure
 
@@ -126,6 +133,29 @@ def draw_outputs(pyplot, tables: Tables):
     figure.suptitle(
         "Several outputs and beams, OPT-13B on an A100-40GB, Alpaca lengths, simulated (Fig. 14)", fontsize=10
     )
+    return figure
+
+
+def draw_sharing(pyplot, tables: Tables):
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
+    colors = {"alpaca": OURS, "sharegpt": OTHER}
+    for axes, method in zip(panels, ("parallel", "beam"), strict=True):
+        for side, (name, color) in zip((-1, 1), colors.items(), strict=True):
+            rows = [row for row in tables["savings"] if (row["method"], row["lengths"]) == (method, name)]
+            at = np.arange(len(rows)) + side * 0.2
+            axes.bar(at, [row["saved"] for row in rows], 0.38, color=color, label=f"{name}, simulated here")
+            for x, row in zip(at, rows, strict=True):  # at the foot, where no point of the paper is
+                axes.text(x, 0.6, f"{row['saved']:.0f}", ha="center", va="bottom", fontsize=8, color="white")
+            # The paper tells the ends of a range, of 2 and of 6.
+            paper = [float(value) for value in rows[0]["paper"].split(" to ")]
+            mark = dict(marker="D", color="white", markeredgecolor="black", linestyle="none", markersize=6)
+            label = "paper, 2 and 6" if name == "sharegpt" else None
+            axes.plot([at[0], at[-1]], paper, label=label, **mark)
+        axes.set_xticks(range(len(rows)), [str(row["outputs"]) for row in rows])
+        axes.set_xlabel("outputs in parallel" if method == "parallel" else "beam width")
+    panels[0].set_ylabel("% of blocks saved")
+    panels[0].legend(fontsize=9, frameon=False, loc="upper left")
+    figure.suptitle("Blocks saved by sharing, simulated (Fig. 15)", fontsize=10)
     return figure
 
 
@@ -247,9 +277,9 @@ def _draw_curves(axes, rows: Rows, colors: dict[str, str]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _add_legend(figure, axes) -> None:
+def _add_legend(figure, axes, columns: int = 4) -> None:
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
 
 
 PLOTS = {
@@ -257,6 +287,7 @@ PLOTS = {
     "12": draw_latency,
     "13": draw_batches,
     "14": draw_outputs,
+    "15": draw_sharing,
     "16": draw_prefix,
     "18": draw_block_size,
     "19": draw_swap,

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from bench_tools import describe_machine
-from paper_measures import kernel_by_block_size, kernel_overheads, prefix_rows, swap_rows
+from paper_measures import fast_dtype, kernel_by_block_size, kernel_overheads, prefix_rows, swap_rows
 from paper_pages import write_page
 from paper_plots import draw_plots
 
-from jpaged.simulation.paper import block_size, latency, memory, sharing, swapping
+from jpaged.simulation.paper import block_size, latency, memory, reasons, sharing, swapping
 
 ROOT = Path(__file__).resolve().parent.parent
 Tables = dict[str, list[dict[str, Any]]]
@@ -39,7 +39,7 @@ FIGURES: dict[str, Callable[[], Tables]] = {
     "2": lambda: {"memory": memory.memory_use()},
     "12": lambda: {"latencies": latency.latencies()},
     "13": lambda: {"batches": memory.batches()},
-    "14": lambda: {"latencies": latency.output_latencies()},
+    "14": lambda: {"latencies": latency.output_latencies(), "reasons": reasons.reasons()},
     "15": lambda: {"savings": sharing.savings(), "shapes": sharing.savings_by_shape()},
     "16": lambda: {"latencies": sharing.prefix_latencies(), "measured": prefix_rows()},
     "18": make_block_size,
@@ -65,7 +65,8 @@ def main() -> None:
         start = time.perf_counter()
         tables = FIGURES[name]()
         seconds = round(time.perf_counter() - start, 1)
-        results[name] = {"seconds": seconds, "machine": describe_machine(), "tables": tables}
+        machine = describe_machine() | {"dtype": fast_dtype()}
+        results[name] = {"seconds": seconds, "machine": machine, "tables": tables}
         print(f"Fig. {name}: {seconds} s", flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
     draw_plots(results, args.docs / "figures")

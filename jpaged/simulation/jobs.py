@@ -119,10 +119,14 @@ def geometric_lengths(prompt: float, output: float, count: int, rng: np.random.G
 
 
 def poisson_jobs(lengths: np.ndarray, rate: float, seconds: float, rng: np.random.Generator, **job) -> list[Job]:
-    """Requests that come at random, `rate` a second, for so long; lengths drawn from `lengths`. job: fields of Job."""
-    times = np.cumsum(rng.exponential(1 / rate, int(rate * seconds * 1.2) + 100))
+    """Requests that come at random, `rate` a second, for so long; lengths drawn from `lengths`. job: fields of Job.
+
+    At another rate the same generator gives the same requests, sooner or later.
+    """
+    times_rng, lengths_rng = rng.spawn(2)
+    times = np.cumsum(times_rng.exponential(1 / rate, int(rate * seconds * 1.2) + 100))
     times = times[times < seconds]
-    drawn = lengths[rng.integers(0, len(lengths), len(times))].tolist()
+    drawn = lengths[lengths_rng.integers(0, len(lengths), len(times))].tolist()
     return [Job(at, p, o, **job) for at, (p, o) in zip(times.tolist(), drawn, strict=True)]
 
 

@@ -9,9 +9,11 @@ from paper_pages import write_page
 from paper_plots import PLOTS, draw_plots
 from reproduce_paper import FIGURES
 
+from jpaged.simulation.beam_parents import recorded_parents
 from jpaged.simulation.paper import block_size, latency, swapping
 from jpaged.simulation.paper.memory import FIG13, PARTS
-from jpaged.simulation.paper.setting import LABELS, draw, find_sustained, serve
+from jpaged.simulation.paper.reasons import hold_steady
+from jpaged.simulation.paper.setting import LABELS, draw, find_sustained, serve, trace_curves
 from jpaged.simulation.paper.sharing import LABELS16, prefix_jobs, prefix_ratios
 
 
@@ -106,3 +108,29 @@ def test_where_a_line_is_crossed():
     assert find_sustained([(1.0, 0.1), (2.0, 0.5)], 0.3) == pytest.approx(1.5)
     assert find_sustained([(1.0, 0.1), (2.0, 0.2)], 0.3) == 2.0
     assert find_sustained([(1.0, 0.4), (2.0, 0.5)], 0.3) == 1.0
+
+
+def test_where_a_curve_crosses_the_limit_is_found():
+    curves = trace_curves(grow_to_limit, [(1.0,), (5.0,)], [(0.5, 3.0), (1.0, 7.0)], rounds=4)
+    for points, rate in zip(curves, (1.0, 5.0), strict=True):
+        assert len(points) == 9 and points == sorted(points)
+        assert find_sustained(points) == pytest.approx(rate, rel=0.01)
+    with pytest.raises(ValueError, match="look below"):
+        trace_curves(grow_to_limit, [(1.0,)], [(1.5, 3.0)], rounds=1)
+
+
+def grow_to_limit(limit: float, rate: float) -> float:
+    """A latency that is 0.3 at `limit` and grows with the rate ever faster."""
+    return 0.3 * (rate / limit) ** 3
+
+
+def test_held_steady_beams_share_less_and_orca_may_pay_for_copies():
+    parents = recorded_parents()
+    assert hold_steady(parents, 0.0).groups == parents.groups
+    steady = hold_steady(parents, 1.0)
+    assert {each for record in steady.groups[4] for each in record[1:]} == {(0, 1, 2, 3)}
+    jobs = draw("alpaca", 4.0, 10.0, outputs=4, beams=True)
+    saved = [serve("jpaged", jobs, parents=each).mean_saved for each in (parents, hold_steady(parents, 0.7), steady)]
+    assert saved == sorted(saved, reverse=True) and saved[0] > 1.2 * saved[2]
+    free, paid, still = (serve("oracle", jobs, parents=each).seconds for each in (None, parents, steady))
+    assert free == still < paid

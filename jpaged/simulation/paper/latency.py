@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from jpaged.simulation.paper.cores import map_cores
-from jpaged.simulation.paper.setting import LABELS, SYSTEMS, draw, find_sustained, measure_curve
+from jpaged.simulation.paper.setting import LABELS, SYSTEMS, draw, find_sustained, serve, trace_curves
 
-RATES: dict[str, tuple[float, ...]] = {
-    "sharegpt": (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5),
-    "alpaca": (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0),
+# Requests/s between which a system's limit is looked for.
+RATES = {
+    "sharegpt": {"max": (0.4, 1.6), "pow2": (0.4, 1.6), "oracle": (0.5, 2.0), "jpaged": (0.8, 3.2)},
+    "alpaca": {"max": (2.0, 8.0), "pow2": (8.0, 32.0), "oracle": (12.0, 48.0), "jpaged": (16.0, 64.0)},
 }
 SECONDS = {"sharegpt": 1200.0, "alpaca": 120.0}
 # Of the paper's text (section 6.2), over its models: vLLM's rate over that of the others on ShareGPT.
 PAPER12 = {"max": "2.7 to 8", "oracle": "1.7 to 2.7"}
 
 OUTPUTS = (2, 4, 6)
-OUTPUT_RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0, 40.0, 48.0, 56.0, 64.0, 72.0, 80.0, 96.0)
+OUTPUT_RATES = {"max": (1.0, 8.0), "pow2": (12.0, 48.0), "oracle": (20.0, 80.0), "jpaged": (36.0, 144.0)}  # outputs/s
 OUTPUT_SECONDS = 60.0
 # Section 6.3: "the improvement of vLLM over Orca (Oracle) on OPT-13B and the Alpaca dataset goes from 1.3x in basic
 # sampling to 2.3x in beam search with a width of 6".
@@ -27,7 +27,7 @@ PAPER14 = {("one", 1): "1.3", ("beam", 6): "2.3"}
 
 
 def latencies() -> list[dict[str, Any]]:
-    """Fig. 12: a row for each lengths, system and rate, up to the first rate that it does not sustain."""
+    """Fig. 12: a row for each lengths, system and rate that was run."""
     cases = [("one", name, system, 1) for name in RATES for system in SYSTEMS]
     return _rows(cases)
 
@@ -63,17 +63,15 @@ def _paper(method: str, lengths: str, outputs: int, system: str) -> str:
 
 
 def _rows(cases: list[tuple[str, str, str, int]]) -> list[dict[str, Any]]:
+    rates = [RATES[name][system] if n == 1 else OUTPUT_RATES[system] for _, name, system, n in cases]
+    ranges = [(low / n, high / n) for (low, high), (*_, n) in zip(rates, cases, strict=True)]
     rows = []
-    for (method, name, system, outputs), points in zip(cases, map_cores(_curve, cases), strict=True):
+    for (method, name, system, outputs), points in zip(cases, trace_curves(_latency, cases, ranges), strict=True):
         row = {"method": method, "lengths": name, "outputs": outputs, "system": LABELS[system]}
         rows += [row | {"rate": rate, "latency": latency} for rate, latency in points]
     return rows
 
 
-def _curve(method: str, name: str, system: str, outputs: int) -> list[tuple[float, float]]:
-    if method == "one":
-        rates, seconds = RATES[name], SECONDS[name]
-    else:
-        rates, seconds = tuple(rate / outputs for rate in OUTPUT_RATES), OUTPUT_SECONDS
-    beams = method == "beam"
-    return measure_curve(system, lambda rate: draw(name, rate, seconds, outputs=outputs, beams=beams), rates)
+def _latency(method: str, name: str, system: str, outputs: int, rate: float) -> float:
+    seconds = SECONDS[name] if method == "one" else OUTPUT_SECONDS
+    return serve(system, draw(name, rate, seconds, outputs=outputs, beams=method == "beam")).normalized_latency

@@ -8,7 +8,7 @@ import numpy as np
 
 from jpaged.simulation.jobs import Job, geometric_lengths, poisson_jobs
 from jpaged.simulation.paper.cores import map_cores
-from jpaged.simulation.paper.setting import ALPACA, LABELS, draw, find_sustained, measure_curve, serve
+from jpaged.simulation.paper.setting import ALPACA, LABELS, draw, draw_shape, find_sustained, serve, trace_curves
 
 # Percent of blocks saved, over 2, 4 and 6 outputs or beams.
 PAPER15 = {
@@ -32,7 +32,10 @@ SHAPES = (
 # Fig. 16: LLaMA-13B translates English to German behind an example or five; vLLM's throughput over Orca (Oracle)'s.
 PAPER16 = {80: 1.67, 341: 3.58}
 OWN_PROMPT, OUTPUT = 40, 40  # means of a sentence and its translation; the paper does not tell them
-PREFIX_RATES = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 45.0, 50.0, 55.0, 60.0)
+PREFIX_RATES = {
+    80: {"oracle": (12.0, 48.0), "jpaged unshared": (16.0, 64.0), "jpaged": (20.0, 80.0)},
+    341: {"oracle": (6.0, 24.0), "jpaged unshared": (8.0, 32.0), "jpaged": (18.0, 72.0)},
+}
 PREFIX_SECONDS = 60.0
 SYSTEMS16 = ("oracle", "jpaged unshared", "jpaged")
 LABELS16 = {"oracle": LABELS["oracle"], "jpaged unshared": "jpaged, nothing shared", "jpaged": "jpaged, prefix shared"}
@@ -63,9 +66,10 @@ def savings_by_shape() -> list[dict[str, Any]]:
 def prefix_latencies() -> list[dict[str, Any]]:
     """Fig. 16: latency against rate of requests that begin with the same 80 or 341 tokens."""
     cases = [(prefix, system) for prefix in PAPER16 for system in SYSTEMS16]
+    ranges = [PREFIX_RATES[prefix][system] for prefix, system in cases]
     return [
         {"prefix": prefix, "system": LABELS16[system], "rate": rate, "latency": latency}
-        for (prefix, system), points in zip(cases, map_cores(_prefix_curve, cases), strict=True)
+        for (prefix, system), points in zip(cases, trace_curves(_prefix_latency, cases, ranges), strict=True)
         for rate, latency in points
     ]
 
@@ -103,20 +107,12 @@ def _saving(method: str, name: str, outputs: int) -> float:
 
 def _saving_of_shape(prompt: str, output: str, outputs: int) -> float:
     rng = np.random.default_rng(0)
-    columns = [_draw_shape(shape, mean, rng) for shape, mean in ((prompt, ALPACA[0]), (output, ALPACA[1]))]
+    columns = [draw_shape(shape, mean, rng) for shape, mean in ((prompt, ALPACA[0]), (output, ALPACA[1]))]
     lengths = np.minimum(np.stack(columns, 1), 1000)
     jobs = poisson_jobs(lengths, RATES["alpaca"], SECONDS["alpaca"], rng, outputs=outputs)
     return serve("jpaged", jobs).mean_saved
 
 
-def _draw_shape(shape: str, mean: float, rng: np.random.Generator, count: int = 20_000) -> np.ndarray:
-    if shape == "geometric":
-        return rng.geometric(1 / mean, count)
-    spread = float(shape.removeprefix("lognormal "))
-    drawn = np.exp(spread * rng.standard_normal(count))
-    return np.maximum(np.rint(drawn * (mean / drawn.mean())), 1).astype(np.int64)
-
-
-def _prefix_curve(prefix: int, system: str) -> list[tuple[float, float]]:
+def _prefix_latency(prefix: int, system: str, rate: float) -> float:
     name = system.removesuffix(" unshared")
-    return measure_curve(name, lambda rate: prefix_jobs(prefix, rate), PREFIX_RATES, caching=system == "jpaged")
+    return serve(name, prefix_jobs(prefix, rate), caching=system == "jpaged").normalized_latency
