@@ -79,9 +79,8 @@ OUTPUTS = """\
   with beams that limit is reached before memory is full; with 1,024 it is {most}. While that limit holds it does not
   matter that the beams here share more ({saved} % of blocks; the paper 55.2): {steady_ratio} with the paper's share,
   {both} with it and 1,024. The paper's versions of Orca may have had to copy beams' memory: if they do here, {copies}.
-  Outputs that are less equal, of the same mean: {shape}. Software's 0.34 ms for every beam: {each}. So any one
-  of the copies, the lengths and the limit is enough to explain the paper's 2.3. What the scheduler counts
-  matters too: as long as it counted the blocks of each beam apart, fewer ran at once, and the figure's ratio was 1.81.
+  Outputs that are less equal, of the same mean: {shape}. Software's 0.34 ms for every beam: {each}. Besides, the
+  scheduler has to count once what beams share: one that counts each beam's blocks apart runs fewer, and comes to 1.93.
 """
 
 SHAPES = """ The second table under Fig. 15 has

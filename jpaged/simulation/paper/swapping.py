@@ -17,7 +17,7 @@ from jpaged.simulation.shape import StepShape
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TRANSFER = 5e-6  # s
 TOKENS = 256  # of a sequence that makes way
-RATE, SECONDS = 2.3, 300.0  # ShareGPT requests that find too little memory
+RATE, SECONDS = 2.3, 200.0  # ShareGPT requests that find too little memory
 
 
 def overheads() -> list[dict[str, Any]]:
