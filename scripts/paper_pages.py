@@ -23,7 +23,8 @@ python scripts/reproduce_paper.py --all
 ```
 
 which needs no model, no trace and no GPU. On {machine} with nothing else running, and no program compiled before, the
-figures took {minutes:.1f} minutes in all:
+figures took {minutes:.1f} minutes in all (12 to 15 in one run, the others in another; the machine's speed drifts: Fig.
+16 took a sixth longer in a third):
 
 {seconds}
 
@@ -52,13 +53,13 @@ Chosen here, where the paper says nothing:
   TFLOP/s;
 - a rate counts as sustained while the mean of latency over output tokens is below {limit} s/token, a line drawn
   across Fig. 12, 14 and 16; of several outputs, the tokens of one count. In Fig. 12 half or twice that line moves
-  rates by 3 to 19 %, and ours over Orca (Oracle) by at most 0.1;
+  rates by 4 to 14 %, and ours over Orca (Oracle) by at most 0.1;
 - of several outputs or beams a request's 0.34 ms are counted once: the paper's values are of requests with one
   (what the other way does to six beams is under Fig. 14);
 - the Orca systems run the same model of speed, admit whoever fits, first come, first served, and compute a prompt
   in the step that admits it. They keep the memory of each output and each beam apart, and copying a beam's memory
   costs them nothing, which is in their favour;
-- requests come at random times (Poisson), 60 to 1,200 s of them, one seed; every rate has the same requests. A
+- requests come at random times (Poisson), 60 s to two hours of them, one seed; every rate has the same requests. A
   rate that is just sustained is looked for between two rates, 5 % apart in the end;
 - at most 256 sequences run at once and a step has at most 2,560 tokens, vLLM's defaults at the time; no request is
   longer than 2,048 tokens; prefixes are shared in Fig. 16 alone;
@@ -162,7 +163,7 @@ Simulated, Alpaca lengths. The paper says that ours over Orca (Oracle) goes from
 with six beams. Which beams go on depends on what a model says, and a simulation has no model: **the beams here do
 what those of SmolLM2-135M-Instruct did on two dozen instructions**, recorded from the real engine
 (`scripts/bench_sharing.py record`) and played back, each group one of the recorded ones. What they
-save by this (Fig. 15 below: 42 to 69 % on Alpaca, 48 to 80 % on ShareGPT) is what the real engine was measured to save
+save by this (Fig. 15 below: 41 to 68 % on Alpaca, 48 to 80 % on ShareGPT) is what the real engine was measured to save
 with another small model (43 to 68 %, 46 to 76 %: `docs/benchmarks.md`, "Blocks saved by sharing")."""
     reasons = [
         [row["what"], f"{row['ours']:.0f}", f"{row['oracle']:.0f}", f"{row['ratio']:.2f}", f"{row['saved']:.1f}"]

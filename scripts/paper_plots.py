@@ -71,8 +71,9 @@ def draw_batches(pyplot, tables: Tables):
         at = np.arange(len(some))
         for side, key, color in ((-1, "batch", OURS), (1, "paper", PAPER)):
             label = "simulated here" if key == "batch" else "paper"
-            bars = axes.bar(at + side * 0.2, [row[key] for row in some], 0.38, color=color, label=label)
-            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+            values = [row[key] for row in some]
+            bars = axes.bar(at + side * 0.2, values, 0.38, color=color, label=label)
+            axes.bar_label(bars, [f"{each:.1f}" if each < 100 else f"{each:.0f}" for each in values], fontsize=8)
         labels = [row["system"].replace(" (", "\n(").replace(" / ", "\n/ ").replace(", ", ",\n") for row in some]
         axes.set_xticks(at, labels, fontsize=8)
         axes.set_title(f"{name}, {some[0]['rate']:g} requests/s", fontsize=10)
