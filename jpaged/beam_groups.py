@@ -9,6 +9,7 @@ from jpaged.config import EngineConfig
 from jpaged.prefix_index import PrefixIndex
 from jpaged.request import Request
 from jpaged.schedule import Schedule
+from jpaged.slots import SlotCounts
 
 
 def check_group(request: Request, config: EngineConfig, room: int) -> None:
@@ -41,17 +42,14 @@ def blocks_to_start(request: Request, index: PrefixIndex, block_size: int) -> tu
     return own, 0 if request.block_keys else request.prefill_target // block_size
 
 
-def advance_groups(
-    plan: Schedule, live: np.ndarray, tokens: np.ndarray, records: np.ndarray, block_size: int
-) -> tuple[list[list[Request]], dict[int, int]]:
-    """Take the iterations of every group in a plan that was read.
+def advance_groups(plan: Schedule, counts: SlotCounts, tokens: np.ndarray, records: np.ndarray) -> list[list[Request]]:
+    """Take the iterations of every group in a plan that was read. Returns the groups that are done.
 
-    Returns the groups that are done, and of the slots of the others how many of their blocks another slot counts.
-
-    live     bool[D]: the decode rows whose slot still belongs to the request it was planned for
+    counts   is told of the others' slots how many of their blocks another slot counts
     tokens   i32[K, R], -1 where a row did not run
     records  i32[K, R, 6], see beams.py
     """
+    live = counts.epoch[plan.decode_slots] == plan.epochs  # slots that still belong to whom they were planned for
     groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}  # -> beam, row and request of each member
     for row, (request, here) in enumerate(zip(plan.decode, live.tolist(), strict=True)):
         if here and request.beams is not None:
@@ -70,14 +68,15 @@ def advance_groups(
         for sampled, record in zip(tokens, records, strict=True):
             if beams.done or sampled[at[0]] < 0:
                 break
-            if beams.length and (prompt + beams.length) % block_size == 0:
+            if beams.length and (prompt + beams.length) % counts.block_size == 0:
                 beams.blocks.fill()
             beams.advance(record[at], members)
         if beams.done:
             done.append([request for _, _, request in group])
         else:
             doubled |= zip(members, beams.blocks.doubled(), strict=True)
-    return done, doubled
+    counts.count_elsewhere(doubled)
+    return done
 
 
 def take_results(group: list[Request]) -> None:

@@ -179,10 +179,7 @@ class Scheduler:
                 self._take_tokens(chunk.request, column[:1])
         if plan.has_beams:
             assert beams is not None
-            live = self.counts.epoch[plan.decode_slots] == plan.epochs
-            done, doubled = advance_groups(plan, live, tokens, beams, self.config.block_size)
-            self.counts.count_elsewhere(doubled)
-            for group in done:
+            for group in advance_groups(plan, self.counts, tokens, beams):
                 for request in group:
                     request.finish("length")
                     self._retire(request)
