@@ -55,7 +55,8 @@ TARGETS = {
     "v6e-4": V6E._replace(chips=4),
     "v6e-8": V6E._replace(topology="v6e:2x4", chips=8),
 }
-NEEDS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "cuda")}  # a module, and the extra that brings it
+# A module, and the extra that brings it.
+NEEDS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "cuda-compiler")}
 
 
 def prepare() -> None:

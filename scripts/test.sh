@@ -51,14 +51,14 @@ check_ahead() {
 # Its compilers take one core for minutes, so they work beside what follows; what they say is shown when that is done.
 if $whole; then
     tpu=true cuda=true
-    # It needs no kernels for this machine, so no compiler is offered to the installation.
+    # They need no kernels for this machine, so no compiler is offered to the installation.
     CC=none CXX=none make_env .venv-tpu '.[tpu]' "$python" || tpu=false
-    [[ -d .venv-cuda ]] || cuda=false
+    CC=none CXX=none make_env .venv-cuda '.[cuda-compiler]' "$python" || cuda=false
     said=$(mktemp)
     set -m # in a group of processes of its own, which can be ended as one
     {
         check_ahead $tpu tpu v5e "the compiler could not be installed"
-        check_ahead $cuda cuda h200 "there is no .venv-cuda (4.6 GB; the README tells how to make it)"
+        check_ahead $cuda cuda h200 "the compiler could not be installed"
     } >"$said" 2>&1 &
     ahead=$!
     set +m

@@ -23,7 +23,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         help="say what fits on a GPU or TPU, without having it",
         description="Compile a model's steps with the compiler of a GPU or TPU that need not be here, and print what "
         "of its memory they take, how many KV blocks and sequences fit besides, and how fast decoding can be at best. "
-        "The compilers: pip install 'jpaged[cuda]' or 'jpaged[tpu]', in an environment each.",
+        "The compilers: pip install 'jpaged[cuda-compiler]' or 'jpaged[tpu]', in an environment each.",
     )
     plan.set_defaults(run=run_plan)
     add = plan.add_argument
