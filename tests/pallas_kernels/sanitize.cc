@@ -100,7 +100,13 @@ struct Caller {
       a.weight = i == 2 ? static_cast<const void*>(bytes.data()) : weight.data();
       a.norm = i ? norm.data() : nullptr;
       a.eps = 1e-5f;
-      a.y = at;
+      a.parts = i ? 1 : 3;
+      const int64_t widths[] = {i ? n : 64, 20, n - 84};
+      float* part = at;
+      for (int64_t p = 0; p < a.parts; part += rows * widths[p++]) {
+        a.widths[p] = widths[p];
+        a.y[p] = part;
+      }
       kernels.linear(a, pool);
     }
     Write w{};
