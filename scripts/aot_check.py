@@ -5,10 +5,9 @@
     python scripts/aot_check.py h200 --smoke   # the least of it, in seconds
     python scripts/aot_check.py h200 --triton  # instead: registers, spills, tensor-core instructions of the GPU kernels
 
-The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda-compiler]'`, in an environment each; --triton
-needs the triton wheel as well. Checked are, of every program: it compiles; the pool is updated in place (aliased);
-nothing of the size of the pool or of a weight is copied; temporaries take less than 5 % of the pool; our kernels are
-called.
+The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda-compiler]'`, in an environment each. Checked
+are, of every program: it compiles; the pool is updated in place (aliased); nothing of the size of the pool or of a
+weight is copied; temporaries take less than 5 % of the pool; our kernels are called.
 Of several chips, numbers are those of each.
 Status 1 if anything fails. The last lines are a table, with kernels of all shapes in one row; --json writes it as JSON.
 """

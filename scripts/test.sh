@@ -38,11 +38,11 @@ make_env .venv '.[test]' "$python"
 whole=false
 if ! $fast && ((${#arguments[@]} == 0)); then whole=true; fi
 
-# check_ahead READY EXTRA TARGET REASON: compiles a few programs for a machine that is not here, or says why not.
+# check_ahead READY EXTRA TARGET REASON OPTION...: compiles a few programs for a machine that is not here, or says why not.
 check_ahead() {
     if $1; then
         heading "compiled for $3"
-        ".venv-$2/bin/python" scripts/aot_check.py "$3" --smoke
+        ".venv-$2/bin/python" scripts/aot_check.py "$3" --smoke "${@:5}"
     else
         heading "compiled for $3: left out, for $4"
     fi
@@ -59,6 +59,7 @@ if $whole; then
     {
         check_ahead $tpu tpu v5e "the compiler could not be installed"
         check_ahead $cuda cuda h200 "the compiler could not be installed"
+        check_ahead $cuda cuda h200 "the compiler could not be installed" --triton
     } >"$said" 2>&1 &
     ahead=$!
     set +m
