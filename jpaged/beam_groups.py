@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from jpaged.beam_search import BeamGroup
@@ -42,6 +44,17 @@ def blocks_to_start(request: Request, index: PrefixIndex, block_size: int) -> tu
     return own, 0 if request.block_keys else request.prefill_target // block_size
 
 
+def group_beams(rows: Iterable[tuple[int, Request]]) -> dict[BeamGroup, list[tuple[int, int, Request]]]:
+    """Of (row, request), those that are beams, by group: (beam, row, request) in order of the beams."""
+    groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}
+    for row, request in rows:
+        if request.beams is not None:
+            groups.setdefault(request.beams, []).append((request.index, row, request))
+    for members in groups.values():
+        members.sort()
+    return groups
+
+
 def advance_groups(plan: Schedule, counts: SlotCounts, tokens: np.ndarray, records: np.ndarray) -> list[list[Request]]:
     """Take the iterations of every group in a plan that was read. Returns the groups that are done.
 
@@ -50,18 +63,13 @@ def advance_groups(plan: Schedule, counts: SlotCounts, tokens: np.ndarray, recor
     records  i32[K, R, 6], see beams.py
     """
     live = counts.epoch[plan.decode_slots] == plan.epochs  # slots that still belong to whom they were planned for
-    groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}  # -> beam, row and request of each member
-    for row, (request, here) in enumerate(zip(plan.decode, live.tolist(), strict=True)):
-        if here and request.beams is not None:
-            groups.setdefault(request.beams, []).append((request.index, row, request))
+    rows = [(row, request) for row, (request, here) in enumerate(zip(plan.decode, live.tolist(), strict=True)) if here]
     for row, chunk in enumerate(plan.prefill, len(plan.decode)):
-        request = chunk.request
-        if chunk.last and request.beams is not None and request.slot == chunk.slot:
-            groups.setdefault(request.beams, []).append((request.index, row, request))
+        if chunk.last and chunk.request.slot == chunk.slot:
+            rows.append((row, chunk.request))
     done: list[list[Request]] = []
     doubled: dict[int, int] = {}
-    for beams, group in groups.items():
-        group.sort()
+    for beams, group in group_beams(rows).items():
         at = [row for _, row, _ in group]
         members = {request.slot: index for index, _, request in group}
         prompt = len(group[0][2].prompt_token_ids)

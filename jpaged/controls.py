@@ -75,31 +75,20 @@ def draw(
     live: i32[]; rows from here on are padding, whose logits may be anything and whose tokens are unspecified. Rows are
     then drawn a few at a time, as many as there are. None: all rows count, and are drawn at once.
     """
-    if live is None:
-        return _draw_rows(logits, sampling, features, position, controls, slots, processor)
-    num_rows = logits.shape[0]
-    tile = math.gcd(num_rows, DRAWN_AT_ONCE)
+    if live is not None:
+        num_rows = logits.shape[0]
+        tile = math.gcd(num_rows, DRAWN_AT_ONCE)
 
-    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        def part(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, i * tile, tile)
+        def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
+            def part(x: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, i * tile, tile)
 
-        own = jax.tree.map(part, sampling)
-        drawn = _draw_rows(part(logits), own, part(features), part(position), controls, part(slots), processor)
-        return lax.dynamic_update_slice_in_dim(tokens, drawn, i * tile, 0)
+            own = jax.tree.map(part, sampling)
+            drawn = draw(part(logits), own, part(features), part(position), controls, part(slots), processor)
+            return lax.dynamic_update_slice_in_dim(tokens, drawn, i * tile, 0)
 
-    return lax.fori_loop(0, lax.div(live + tile - 1, tile), step, jnp.zeros(num_rows, jnp.int32))
+        return lax.fori_loop(0, lax.div(live + tile - 1, tile), step, jnp.zeros(num_rows, jnp.int32))
 
-
-def _draw_rows(
-    logits: jax.Array,
-    sampling: SamplingState,
-    features: jax.Array,
-    position: jax.Array,
-    controls: Controls,
-    slots: jax.Array,
-    processor: Processor | None,
-) -> jax.Array:
     controlled = ((features & CONTROLLED) != 0) & (slots < controls.mask.shape[0])
 
     def change(rows: jax.Array, own: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.beam_search import BeamGroup
+from jpaged.beam_groups import group_beams
 from jpaged.config import EngineConfig
 from jpaged.request import Request
 from jpaged.schedule import Schedule
@@ -146,16 +146,11 @@ class SimulatedDevice:
         if not iteration:
             active += [(row, c.request) for row, c in enumerate(plan.prefill, len(plan.decode)) if c.last]
         slots = [*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.prefill)]
-        groups: dict[BeamGroup, list[tuple[int, int, Request]]] = {}  # -> beam, row and request of each member
-        for row, request in active:
-            if request.beams is not None:
-                groups.setdefault(request.beams, []).append((request.index, row, request))
         rows: list[int] = []
         origins: list[int] = []  # slots
         scores: list[int] = []
         left = self.left.tolist()
-        for group in groups.values():
-            group.sort()
+        for group in group_beams(active).values():
             members = [row for _, row, _ in group]
             first = group[0][2].group[0]
             generated = self.outputs(first) - left[slots[members[0]]] + iteration
