@@ -352,11 +352,11 @@ void attend_many(const Attention& a, const Piece& piece, const Sizes& size, cons
     int64_t skip = at > piece.position ? (at - piece.position) * size.group : 0;
     int64_t stop = rows;
     if (a.window) stop = std::min(rows, (at + count - 1 + a.window - piece.position) * size.group);
-    const int64_t tiles = (stop - skip + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t tiles = (stop - skip + StepF32::MOST - 1) / StepF32::MOST;
     int64_t r = skip;
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t m = (stop - r + tiles - t - 1) / (tiles - t);
-      const MultiplyInto multiply = pick_into(int(m), std::make_integer_sequence<int, MOST_ROWS>());
+      const MultiplyInto multiply = pick_into(int(m), std::make_integer_sequence<int, StepF32::MOST>());
       for (int64_t p = 0; p < key_panels && p * kPanel < count; ++p) {
         multiply(size.dim, q + r * size.width, size.width, keys + p * size.dim * kPanel, nullptr,
                  scores + r * TILE + p * kPanel, TILE);

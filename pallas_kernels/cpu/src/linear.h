@@ -3,15 +3,14 @@
 
 constexpr int NV = 2;                   // vectors of columns of a tile
 constexpr int COLUMNS = NV * W;         // of a tile
-// Rows of a tile, for as many accumulators (int8 has two kinds), the vectors of weights and one of x as there are registers.
-constexpr int MOST_ROWS = W == 16 ? 14 : 6;
-constexpr int MOST_INT8_ROWS = W == 16 ? 7 : 3;
 constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
+constexpr int REGISTERS = W == 16 ? 32 : 16;
 
-// One step's product: four bytes of x, spread over all lanes, with NV vectors of weights.
+// One step's product: X bytes of x, spread over all lanes, with NV vectors of weights. MOST: rows of a tile, such that
+// their accumulators, the weights and one vector of x fit in registers.
 struct StepF32 {
   using V = vf;
-  static constexpr int MOST = MOST_ROWS;
+  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / NV;
   static void load(const char* w, vf (&b)[NV]) {
     for (int j = 0; j < NV; ++j) b[j] = load_as<vf>(w + 4 * W * j);
   }
@@ -24,7 +23,7 @@ struct StepF32 {
 #if defined(__AVX512BF16__)
 struct StepBF16 {
   using V = vf;
-  static constexpr int MOST = MOST_ROWS;
+  static constexpr int X = 4, MOST = StepF32::MOST;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
     const __m512i a = _mm512_set1_epi32(load_as<int32_t>(x));
@@ -32,13 +31,14 @@ struct StepBF16 {
   }
 };
 #else
+// Pairs of weights are made floats here, once for all rows of a tile; x is floats already, for a value of it is used
+// only NV times in a tile. One register holds the mask.
 struct StepBF16 {
   using V = vf;
-  static constexpr int MOST = MOST_ROWS;
+  static constexpr int X = 8, MOST = (REGISTERS - 2 * NV - 2) / NV;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
-    const int32_t pair = load_as<int32_t>(x);
-    const vf even = splat(BF16::get(uint16_t(pair))), odd = splat(BF16::get(uint16_t(pair >> 16)));
+    const vf even = splat(load_as<float>(x)), odd = splat(load_as<float>(x + 4));
     for (int j = 0; j < NV; ++j) {
       acc[j] += even * (vf)((vi)b[j] << 16);
       acc[j] += odd * (vf)((vi)b[j] & int32_t(0xffff0000));
@@ -50,7 +50,7 @@ struct StepBF16 {
 // Weights are int8, x is uint8 (see `quantize_row`), sums are int32.
 struct StepI8 {
   using V = vi;
-  static constexpr int MOST = MOST_INT8_ROWS;
+  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / (2 * NV);  // sums of a group, and of all
   static void load(const char* w, vi (&b)[NV]) {
     for (int j = 0; j < NV; ++j) b[j] = load_as<vi>(w + 4 * W * j);
   }
@@ -92,7 +92,7 @@ inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const ch
     typename Step::V b[NV];
     Step::load(w + s * STEP, b);
 #pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) Step::add(x + i * stride + 4 * s, b, acc[i]);
+    for (int i = 0; i < M; ++i) Step::add(x + i * stride + Step::X * s, b, acc[i]);
     __builtin_prefetch(ahead + s * ahead_step, 0, 2);
     __builtin_prefetch(ahead + s * ahead_step + second, 0, 2);
   }
@@ -127,7 +127,7 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
       vi acc[M][NV];
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
-      multiply_tile<StepI8, M>(count, x + 4 * first, stride, at + STEP, acc, ahead + first * ahead_step, ahead_step);
+      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead + first * ahead_step, ahead_step);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const vf scale = splat(scales[i * groups + g]);
@@ -259,28 +259,30 @@ template <class S, class Step, class Y>
 void linear_of(const Linear& a, const Pool& pool) {
   using T = typename S::T;
   constexpr bool quantized = std::is_same_v<Step, StepI8>;
+  constexpr bool widened = std::is_same_v<S, BF16> && Step::X == 8;
   constexpr int64_t per_step = quantized ? 4 : 4 / sizeof(T);
   const int64_t steps = (a.k + per_step - 1) / per_step;
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
   if (a.live == 0) return;
 
-  // Rows of x as the tiles read them: normalised, quantised, and filled up to whole steps.
+  // Rows of x as the tiles read them: normalised, quantised or made floats, and filled up to whole steps.
   const char* x = static_cast<const char*>(a.x);
   const int64_t groups_of_x = quantized ? count_groups(steps) : 0;  // each has a scale
   std::unique_ptr<char[]> rows;
   std::unique_ptr<float[]> scales;
-  if (quantized || a.norm || a.k % per_step) {
-    rows.reset(new char[a.live * steps * 4]);
+  const int64_t stride = steps * Step::X;
+  if (quantized || widened || a.norm || a.k % per_step) {
+    rows.reset(new char[a.live * stride]);
     if (quantized) scales.reset(new float[a.live * groups_of_x]);
     const int64_t chunk = 8;
     pool.run((a.live + chunk - 1) / chunk, [&](int64_t i, int64_t) {
-      std::unique_ptr<T[]> scaled(quantized && a.norm ? new T[a.k] : nullptr);
+      std::unique_ptr<T[]> scaled((quantized || widened) && a.norm ? new T[a.k] : nullptr);
       std::unique_ptr<float[]> floats(quantized ? new float[a.k] : nullptr);
       for (int64_t r = i * chunk; r < std::min(a.live, (i + 1) * chunk); ++r) {
-        char* to = rows.get() + r * steps * 4;
+        char* to = rows.get() + r * stride;
         const T* from = static_cast<const T*>(a.x) + r * a.k;
         if (a.norm) {
-          T* norm_to = quantized ? scaled.get() : reinterpret_cast<T*>(to);
+          T* norm_to = quantized || widened ? scaled.get() : reinterpret_cast<T*>(to);
           normalize_row<S>(norm_to, from, static_cast<const T*>(a.norm), a.k, a.eps);
           from = norm_to;
         }
@@ -291,11 +293,13 @@ void linear_of(const Linear& a, const Pool& pool) {
             auto* bytes = reinterpret_cast<uint8_t*>(to) + begin;
             scales[r * groups_of_x + g] = quantize_row(bytes, floats.get() + begin, count);
           }
+        } else if (widened) {
+          load_floats<S>(reinterpret_cast<float*>(to), from, a.k);
         } else if (!a.norm) {
           std::memcpy(to, from, a.k * sizeof(T));
         }
-        const int64_t filled = a.k * 4 / per_step;
-        std::memset(to + filled, 0, steps * 4 - filled);
+        const int64_t filled = a.k * Step::X / per_step;
+        std::memset(to + filled, 0, stride - filled);
       }
     });
     x = rows.get();
@@ -309,7 +313,7 @@ void linear_of(const Linear& a, const Pool& pool) {
   const int64_t group = std::max<int64_t>(1, panels / (pool.threads * 64));
   const int64_t groups = (panels + group - 1) / group;
   const int64_t halves = a.gated ? 2 : 1;
-  const int64_t panel_bytes = (steps + (quantized ? groups_of_x + 1 : 0)) * STEP, stride = steps * 4;
+  const int64_t panel_bytes = (steps + (quantized ? groups_of_x + 1 : 0)) * STEP;
   const char* weight = static_cast<const char*>(a.weight);
 
   pool.run(groups * row_parts, [&](int64_t task, int64_t next) {
