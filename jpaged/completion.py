@@ -59,10 +59,18 @@ def _make_beam_completion(request: Request, tokenizer: Tokenizer | None) -> Comp
 
 
 def make_output(
-    request: Request, completions: list[CompletionOutput], tokenizer: Tokenizer | None = None
+    request: Request,
+    completions: list[CompletionOutput],
+    tokenizer: Tokenizer | None = None,
+    *,
+    prompt: list[int] | None = None,
 ) -> RequestOutput:
-    """A prompt with its continuations; `request` is the one that stands for the prompt."""
-    prompt, most = list(request.prompt_token_ids), request.params.prompt_logprobs
+    """A prompt with its continuations; `request` is the one that stands for the prompt.
+
+    `prompt`: a copy of its tokens made before; one for each token of a stream would cost as much as the prompt is long.
+    """
+    prompt = list(request.prompt_token_ids) if prompt is None else prompt
+    most = request.params.prompt_logprobs
     return RequestOutput(
         request.request_id,
         request.prompt,
@@ -89,6 +97,7 @@ class OutputStream:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        self.prompt: list[int] | None = None
         self.shown: dict[int, tuple[int, int]] = {}  # output -> tokens and characters shown before, for DELTA
 
     def next(self, touched: list[Request]) -> RequestOutput | None:
@@ -98,8 +107,10 @@ class OutputStream:
             if not first.group_finished:
                 return None
             touched = first.group if first.beams is None else first.group[: len(first.beams.finished)]
+        if self.prompt is None:
+            self.prompt = list(first.prompt_token_ids)
         make = self._make_delta if kind is RequestOutputKind.DELTA else self._make_whole
-        return make_output(first, [make(request) for request in touched], self.tokenizer)
+        return make_output(first, [make(request) for request in touched], self.tokenizer, prompt=self.prompt)
 
     def _make_whole(self, request: Request) -> CompletionOutput:
         return make_completion(request, self.tokenizer)

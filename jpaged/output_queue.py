@@ -24,7 +24,7 @@ class OutputQueue:
         self.waiting: list[RequestOutput] = []
         self.error: Exception | None = None
         self.finished = False  # the last output, or an error, was taken
-        self.changed = asyncio.Event()
+        self.taker: asyncio.Future[None] | None = None  # who waits for something to take
 
     def put(self, output: RequestOutput) -> None:
         if self.kind is not RequestOutputKind.DELTA:
@@ -33,12 +33,16 @@ class OutputQueue:
             self.waiting.append(output)
             if len(self.waiting) > MOST_UNMERGED:
                 self.waiting = [merge_outputs(self.waiting)]
-        self.changed.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Raise `error` to the client, after what was put before it."""
         self.error = error
-        self.changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.taker is not None and not self.taker.done():
+            self.taker.set_result(None)
 
     def __aiter__(self) -> OutputQueue:
         return self
@@ -46,15 +50,13 @@ class OutputQueue:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        if not self.changed.is_set():
-            await self.changed.wait()
-        self.changed.clear()
-        outputs, self.waiting = self.waiting, []
-        if outputs:
+        while not self.waiting and self.error is None:
+            self.taker = asyncio.get_running_loop().create_future()
+            await self.taker
+        if self.waiting:
+            outputs, self.waiting = self.waiting, []
             output = outputs[0] if len(outputs) == 1 else merge_outputs(outputs)
             self.finished = output.finished
-            if self.error is not None:
-                self.changed.set()
             return output
         assert self.error is not None
         self.finished = True

@@ -82,11 +82,34 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     if headers.get("transfer-encoding", "").lower() == "chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
+        rest, ended = b"", False
+        while not ended:
+            more = await reader.read(1 << 16)
+            if not more:
+                raise asyncio.IncompleteReadError(rest, None)
+            piece, rest, ended = split_chunks(rest + more)
+            if piece:
+                yield piece
     elif "content-length" in headers:
         yield await reader.readexactly(int(headers["content-length"]))
     else:
         while piece := await reader.read(1 << 16):
             yield piece
+
+
+def split_chunks(data: bytes) -> tuple[bytes, bytes, bool]:
+    """Of a chunked body (RFC 9112, 7.1): what its whole chunks hold, the bytes after them, whether the last was there.
+
+    All that came at once is one piece: a stream's events are small, and each wait for more costs as much as ten.
+    """
+    held, at = [], 0
+    while (line := data.find(b"\r\n", at)) >= 0:
+        size = int(data[at:line].split(b";")[0], 16)
+        begin, end = line + 2, line + 2 + size
+        if len(data) < end + 2:
+            break
+        held.append(data[begin:end])
+        at = end + 2
+        if size == 0:
+            return b"".join(held), data[at:], True
+    return b"".join(held), data[at:], False

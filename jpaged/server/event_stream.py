@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,12 +20,9 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one each time
-
-
 def event(data: Any) -> bytes:
     """One event whose data is JSON."""
-    return f"data: {_to_json(data)}\n\n".encode()
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -68,21 +68,26 @@ async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job]) -> AsyncGenerator[t
                 tenant=job.tenant,
             )
             streams.append(await stack.enter_async_context(submitted))
+        if len(jobs) == 1:  # nearly every request: each step for each token of each stream counts
+            async for output in streams[0]:
+                yield 0, _kept(output, jobs[0])
+            return
         async with contextlib.aclosing(interleave(streams)) as outputs:
             async for number, output in outputs:
-                if output.error is not None:
-                    raise ApiError(output.error)
-                if len(output.outputs) > jobs[number].keep:
-                    output = dataclasses.replace(output, outputs=output.outputs[: jobs[number].keep])
-                yield number, output
+                yield number, _kept(output, jobs[number])
+
+
+def _kept(output: RequestOutput, job: Job) -> RequestOutput:
+    """What is shown of an output. Raises ApiError for one that failed."""
+    if output.error is not None:
+        raise ApiError(output.error)
+    if len(output.outputs) <= job.keep:
+        return output
+    return dataclasses.replace(output, outputs=output.outputs[: job.keep])
 
 
 async def interleave(streams: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[tuple[int, Any], None]:
     """(number of the stream, item) in the order in which they come."""
-    if len(streams) == 1:
-        async for item in streams[0]:
-            yield 0, item
-        return
     waiting = {asyncio.ensure_future(_next(stream)): number for number, stream in enumerate(streams)}
     try:
         while waiting:

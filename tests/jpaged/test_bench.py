@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jpaged import cli
 from jpaged.bench import offline, startup
-from jpaged.bench.http_client import HttpClient, HttpError
+from jpaged.bench.http_client import HttpClient, HttpError, split_chunks
 from jpaged.bench.report import Result, format_table, read_goodput, summarize
 from jpaged.bench.serve import send, send_all
 from jpaged.bench.workload import Ask, arrival_times, custom_asks, fitting, random_asks, trace_asks
@@ -155,6 +157,18 @@ def test_a_stream_is_read_however_it_is_cut():
         assert (result.prompt_len, result.output_len, len(result.itl)) == (4, 3, 1)
         assert 0 < result.ttft <= result.latency
     assert asked.startswith(b"POST /base/v1/completions HTTP/1.1\r\n") and b"Authorization: Bearer k\r\n" in asked
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20)), st.lists(st.integers(1, 9)), st.binary(max_size=3))
+def test_chunks_are_joined_as_they_come(pieces: list[bytes], cuts: list[int], after: bytes) -> None:
+    body = chunked(*pieces).partition(b"\r\n\r\n")[2] + after
+    found, rest, at = b"", b"", 0
+    for size in [*cuts, len(body)]:
+        piece, rest, ended = split_chunks(rest + body[at : at + size])
+        found, at = found + piece, at + size
+        if ended:
+            break
+    assert ended and found == b"".join(pieces) and after.startswith(rest)
 
 
 @pytest.mark.parametrize(

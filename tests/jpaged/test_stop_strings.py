@@ -163,6 +163,9 @@ def test_streams_of_every_kind(kind: RequestOutputKind) -> None:
         assert len(outputs) == (1 if kind is RequestOutputKind.FINAL_ONLY else 12)
         assert last.outputs[0] == make_completion(request, LETTERS)
     assert all(not each.finished for each in outputs[:-1])
+    # One copy of the prompt for the whole stream, and not the engine's own list.
+    assert len({id(each.prompt_token_ids) for each in outputs}) == 1
+    assert last.prompt_token_ids == request.prompt_token_ids and last.prompt_token_ids is not request.prompt_token_ids
 
 
 def test_no_text_without_detokenize() -> None:
