@@ -4,6 +4,7 @@
 constexpr int NV = 2;                   // vectors of columns of a tile
 constexpr int COLUMNS = NV * W;         // of a tile
 constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
+constexpr int64_t PASSES = kPanel / COLUMNS;  // of a tile over a panel
 constexpr int REGISTERS = W == 16 ? 32 : 16;
 
 // One step's product: X bytes of x, spread over all lanes, with NV vectors of weights. MOST: rows of a tile, such that
@@ -82,29 +83,35 @@ struct StepI8 {
   }
 };
 
+// Memory is fetched ahead by the line, in bursts of FETCHED lines each `count_between` steps of a tile, so that the passes of
+// all tiles over one panel fetch another panel once. Fetching what is under way already would cost as much as a load.
+constexpr int64_t LINE = 64;
+constexpr int64_t FETCHED = std::max<int64_t>(1, STEP / LINE / PASSES);
+inline int64_t count_between(int64_t tiles) { return tiles * FETCHED * PASSES * LINE / STEP; }
+
 // acc [M][NV] += M rows of x (stride bytes apart) times one tile of a panel, over `steps`. Meanwhile fetches memory at
-// `ahead`, `ahead_step` bytes a step.
+// `ahead`, which is moved on, every `between` steps.
 template <class Step, int M>
 inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w,
-                          typename Step::V (&acc)[M][NV], const char* ahead, int64_t ahead_step) {
-  const int64_t second = ahead_step > 64 ? 64 : 0;  // a step's share of what to fetch is one line or two
-  for (int64_t s = 0; s < steps; ++s) {
-    typename Step::V b[NV];
-    Step::load(w + s * STEP, b);
+                          typename Step::V (&acc)[M][NV], const char*& ahead, int64_t between) {
+  for (int64_t s = 0; s < steps;) {
+    for (int64_t i = 0; i < FETCHED; ++i, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+    for (const int64_t until = std::min(steps, s + between); s < until; ++s) {
+      typename Step::V b[NV];
+      Step::load(w + s * STEP, b);
 #pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) Step::add(x + i * stride + Step::X * s, b, acc[i]);
-    __builtin_prefetch(ahead + s * ahead_step, 0, 2);
-    __builtin_prefetch(ahead + s * ahead_step + second, 0, 2);
+      for (int i = 0; i < M; ++i) Step::add(x + i * stride + Step::X * s, b, acc[i]);
+    }
   }
 }
 
 // out [rows][kPanel] = rows of x times one panel.
 template <class Step, int M>
 void multiply_rows(int64_t steps, const char* x, int64_t stride, const float*, const char* panel, float* out,
-                   const char* ahead, int64_t ahead_step) {
+                   const char* ahead, int64_t between) {
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
     vf acc[M][NV] = {};
-    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, ahead_step);
+    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, between);
     for (int i = 0; i < M; ++i) {
       for (int j = 0; j < NV; ++j) store(out + i * kPanel + c + j * W, acc[i][j]);
     }
@@ -116,7 +123,7 @@ inline int64_t count_groups(int64_t steps) { return (steps + kGroup - 1) / kGrou
 // The same for an int8 panel; scales [rows][groups] are those of x.
 template <int M>
 void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const float* scales, const char* panel, float* out,
-                        const char* ahead, int64_t ahead_step) {
+                        const char* ahead, int64_t between) {
   const int64_t groups = count_groups(steps);
   const char* units = panel + (groups + steps) * STEP;
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
@@ -127,7 +134,7 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
       vi acc[M][NV];
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
-      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead + first * ahead_step, ahead_step);
+      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead, between);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const vf scale = splat(scales[i * groups + g]);
@@ -332,7 +339,7 @@ void linear_of(const Linear& a, const Pool& pool) {
         const MultiplyRows multiply = pick_rows<Step>(int(count));
         for (int64_t h = 0; h < halves; ++h) {
           multiply(steps, x + row * stride, stride, scales.get() + row * groups_of_x, panel + h * panel_bytes, sums[h],
-                   ahead + h * panel_bytes + t * panel_bytes / tiles, STEP / tiles);
+                   ahead + h * panel_bytes + t * panel_bytes / tiles, count_between(tiles));
         }
         finish_rows<S, Y>(a, row, count, p * kPanel, sums[0], a.gated ? sums[1] : nullptr);
         row += count;
