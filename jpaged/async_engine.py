@@ -85,14 +85,20 @@ class Ticket(OutputQueue):
 class AsyncEngine:
     """Made, started and used in one event loop.
 
-    max_queue_len   outputs that may wait beyond the `max_num_seqs` that run; more are refused with QueueFull
+    max_queue_len     outputs that may wait beyond the `max_num_seqs` that run; more are refused with QueueFull
+    stream_interval   tokens that an output must have got before its client is told; the first and the last at once
     """
 
-    def __init__(self, engine: Engine, *, max_queue_len: int = 1024, observer: Observer | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, max_queue_len: int = 1024, stream_interval: int = 1, observer: Observer | None = None
+    ) -> None:
         if max_queue_len < 0:
             raise ValueError(f"max_queue_len must be at least 0, got {max_queue_len}")
+        if stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {stream_interval}")
         self.engine = engine
         self.limit = engine.config.max_num_seqs + max_queue_len
+        self.stream_interval = stream_interval
         self.observer = observer
         self.error: str | None = None  # why the engine is dead
         self.closing = False
@@ -136,7 +142,7 @@ class AsyncEngine:
         else:
             sampling, beams, outputs, kind = params, None, params.n, params.output_kind
         self._check_open(request_id, outputs)
-        ticket = Ticket(request_id, kind, outputs, OutputStream(self.engine.tokenizer))
+        ticket = Ticket(request_id, kind, outputs, OutputStream(self.engine.tokenizer, self.stream_interval))
 
         def add() -> None:
             request = self.engine.add_request(

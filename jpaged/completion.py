@@ -93,12 +93,16 @@ def make_refusal(request_id: str, prompt: str | None, error: str) -> RequestOutp
 
 
 class OutputStream:
-    """What a stream shows of one prompt each time its outputs got tokens, as `output_kind` asks."""
+    """What a stream shows of one prompt each time its outputs got tokens, as `output_kind` asks.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    interval    tokens that an output must have got before it is shown again; its first and its last are shown at once
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, interval: int = 1) -> None:
         self.tokenizer = tokenizer
+        self.interval = interval
         self.prompt: list[int] | None = None
-        self.shown: dict[int, tuple[int, int]] = {}  # output -> tokens and characters shown before, for DELTA
+        self.shown: dict[int, tuple[int, int]] = {}  # output -> tokens and characters shown before
 
     def next(self, touched: list[Request]) -> RequestOutput | None:
         """From the outputs of a step that got tokens or ended; None while there is nothing to show."""
@@ -107,13 +111,23 @@ class OutputStream:
             if not first.group_finished:
                 return None
             touched = first.group if first.beams is None else first.group[: len(first.beams.finished)]
+        else:
+            touched = [request for request in touched if self._is_due(request)]
+            if not touched:
+                return None
         if self.prompt is None:
             self.prompt = list(first.prompt_token_ids)
         make = self._make_delta if kind is RequestOutputKind.DELTA else self._make_whole
         return make_output(first, [make(request) for request in touched], self.tokenizer, prompt=self.prompt)
 
+    def _is_due(self, request: Request) -> bool:
+        shown = self.shown.get(request.index)
+        return shown is None or request.finished or len(request.output_token_ids) - shown[0] >= self.interval
+
     def _make_whole(self, request: Request) -> CompletionOutput:
-        return make_completion(request, self.tokenizer)
+        completion = make_completion(request, self.tokenizer)
+        self.shown[request.index] = len(request.output_token_ids), len(completion.text)
+        return completion
 
     def _make_delta(self, request: Request) -> CompletionOutput:
         tokens, characters = self.shown.get(request.index, (0, 0))

@@ -15,6 +15,7 @@ EXTRA = 'pip install "jpaged[server]"'
 SETTINGS = (
     "max_request_bytes",
     "max_queue_len",
+    "stream_interval",
     "write_timeout",
     "shutdown_timeout",
     "trust_request_chat_template",
@@ -43,6 +44,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names clients may use (default: MODEL)")
     add("--api-key", nargs="+", metavar="KEY", help="clients must send one of these (default: anybody may)")
     add("--max-queue-len", type=int, metavar="N", help="outputs that may wait; more get status 429 (default: 1024)")
+    add("--stream-interval", type=int, metavar="N", help="tokens sent at once; more cost less to send (default: 1)")
     add("--max-request-bytes", type=int, metavar="N", help="largest body (default: 16 MiB)")
     add(
         "--write-timeout", type=float, metavar="S", help="give up a client that takes nothing for so long (default: 60)"

@@ -23,7 +23,12 @@ LAST_WORDS = 5.0  # seconds for telling the clients of requests that were ended
 
 def make_service(llm: LLM, settings: ServerSettings) -> Service:
     metrics = Metrics(llm.engine, settings.served_model_names[0])
-    engine = AsyncEngine(llm.engine, max_queue_len=settings.max_queue_len, observer=metrics)
+    engine = AsyncEngine(
+        llm.engine,
+        max_queue_len=settings.max_queue_len,
+        stream_interval=settings.stream_interval,
+        observer=metrics,
+    )
     embedder = None
     if settings.embeddings is not None:
         embedder = Embedder(llm.engine, settings.embeddings)

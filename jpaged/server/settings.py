@@ -16,6 +16,7 @@ class ServerSettings:
     api_keys             keys of which a client must have one; empty: nobody is asked
     max_request_bytes    largest body
     max_queue_len        outputs that may wait beyond those that run
+    stream_interval      tokens of an output between two pieces of a stream; the first and the last are sent at once
     write_timeout        seconds in which a client must take something of a stream, or it is given up
     shutdown_timeout     seconds that requests under way have to end when the server is told to stop
     tool_call_parser     a name of tool_parsers.PARSERS; None: what the chat template shows, if it shows any
@@ -29,6 +30,7 @@ class ServerSettings:
     api_keys: frozenset[str] = frozenset()
     max_request_bytes: int = 16 * MB
     max_queue_len: int = 1024
+    stream_interval: int = 1
     write_timeout: float = 60.0
     shutdown_timeout: float = 20.0
     tool_call_parser: str | None = None
@@ -50,6 +52,8 @@ class ServerSettings:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
+        if self.stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval!r}")
         for name in ("max_queue_len", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")

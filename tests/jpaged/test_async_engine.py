@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from jpaged import SamplingParams
 from jpaged.async_engine import AsyncEngine, DuplicateRequest, EngineDead, QueueFull, ShuttingDown
+from jpaged.completion import OutputStream
 from jpaged.output_queue import MOST_UNMERGED, OutputQueue, merge_outputs
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.request import Request
@@ -255,6 +257,30 @@ def test_the_time_in_the_inbox_counts():
             assert before <= fake.requests["a"].arrival_time <= between
 
     run(body)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_pieces_of_an_interval(kind):
+    params = dataclasses.replace(DELTA, max_tokens=9, output_kind=kind)
+    request, stream, shown = Request("a", [1], params, max_tokens=9, seed=0), OutputStream(None, 3), []
+    for token in range(9):
+        request.append([token])
+        output = stream.next([request])
+        shown.append([] if output is None else output.outputs[0].token_ids)
+        assert output is None or output.finished == (token == 8)
+    pieces = {0: [0], 3: [1, 2, 3], 6: [4, 5, 6], 8: [7, 8]}
+    if kind is RequestOutputKind.CUMULATIVE:
+        pieces = {last: list(range(last + 1)) for last in pieces}
+    assert shown == [pieces.get(token, []) for token in range(9)]
+
+
+def test_a_stream_with_an_interval_loses_nothing():
+    async def body(engine, fake):
+        assert await asyncio.gather(collect(engine, "a"), collect(engine, "b")) == [[0, 1, 2, 3, 4]] * 2
+
+    run(body, stream_interval=4)
+    with pytest.raises(ValueError, match="stream_interval must be at least 1, got 0"):
+        AsyncEngine(FakeEngine(), stream_interval=0)
 
 
 def delta(index, text, tokens, reason=None, finished=False):

@@ -168,10 +168,10 @@ def test_serve_reads_its_options(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")
     assert serve.read_template(str(file)) == serve.read_template("{{ messages }}") == "{{ messages }}"
-    own = ["--served-model-name", "a", "b", "--api-key", "k", "--max-queue-len", "3"]
+    own = ["--served-model-name", "a", "b", "--api-key", "k", "--max-queue-len", "3", "--stream-interval", "4"]
     arguments = ["serve", "m", *own, "--decode-steps", "2", "--no-enable-prefix-caching"]
     options = vars(cli.make_parser().parse_args(arguments))
     assert options["served_model_name"] == ["a", "b"] and options["api_key"] == ["k"]
     assert pick(options, ENGINE) == {"decode_steps": 2, "enable_prefix_caching": False}
-    assert pick(options, serve.SETTINGS) == {"max_queue_len": 3}
+    assert pick(options, serve.SETTINGS) == {"max_queue_len": 3, "stream_interval": 4}
     assert set(serve.SETTINGS) | set(serve.LISTS) < {field.name for field in dataclasses.fields(ServerSettings)}
