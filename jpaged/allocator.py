@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.tiles import over_tiles
+from pallas_kernels.indexing import gather, scatter, scatter_add
 
 _TILE = 8  # rows handled at once; see scripts/bench_allocator.py
 
@@ -104,21 +105,21 @@ def grow(
 
     # The first new block of every row: all that a decode step needs.
     gains = need > 0
-    first = pool.free.at[jnp.where(gains, top, num_blocks)].get(mode="fill", fill_value=0)
-    refcount = pool.refcount.at[jnp.where(gains, first, num_blocks)].set(1, mode="drop")
-    blocks = tables.blocks.at[jnp.arange(num_rows), jnp.where(gains, have, max_blocks)].set(first, mode="drop")
+    first = gather(pool.free, jnp.where(gains, top, num_blocks))
+    refcount = scatter(pool.refcount, jnp.where(gains, first, num_blocks), 1)
+    blocks = scatter(tables.blocks, (jnp.arange(num_rows), jnp.where(gains, have, max_blocks)), first)
 
     if max_new_blocks > 1:  # the others, of the few rows that gain more than one (prefill)
         extra = jnp.arange(1, max_new_blocks, dtype=jnp.int32)
 
         def take(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             refcount, blocks = state
-            wanted = extra < need.at[rows].get(mode="fill", fill_value=0)[:, None]
-            place = top.at[rows].get(mode="fill", fill_value=0)[:, None] - extra
-            column = have.at[rows].get(mode="fill", fill_value=0)[:, None] + extra
-            ids = pool.free.at[jnp.where(wanted, place, num_blocks)].get(mode="fill", fill_value=0)
-            refcount = refcount.at[jnp.where(wanted, ids, num_blocks)].set(1, mode="drop")
-            blocks = blocks.at[rows[:, None], jnp.where(wanted, column, max_blocks)].set(ids, mode="drop")
+            wanted = extra < gather(need, rows)[:, None]
+            place = gather(top, rows)[:, None] - extra
+            column = gather(have, rows)[:, None] + extra
+            ids = gather(pool.free, jnp.where(wanted, place, num_blocks))
+            refcount = scatter(refcount, jnp.where(wanted, ids, num_blocks), 1)
+            blocks = scatter(blocks, (rows[:, None], jnp.where(wanted, column, max_blocks)), ids)
             return refcount, blocks
 
         refcount, blocks = over_tiles(need > 1, _TILE, take, (refcount, blocks))
@@ -138,12 +139,12 @@ def release(pool: BlockPool, tables: BlockTables, mask: jax.Array, *, block_size
     live = mask & (tables.length > 0)
 
     def drop_rows(rows: jax.Array, pool: BlockPool) -> BlockPool:
-        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
-        owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
+        ids = gather(tables.blocks, rows)
+        owned = blocks_needed(gather(tables.length, rows), block_size)
         return _drop_references(pool, jnp.where((column < owned[:, None]) & (ids > 0), ids, num_blocks).reshape(-1))
 
     def clear_rows(rows: jax.Array, blocks: jax.Array) -> jax.Array:
-        return blocks.at[rows].set(0, mode="drop")
+        return scatter(blocks, rows, 0)
 
     # Two walks, the second made to wait for the first by a condition that always holds: XLA copies the whole
     # table where a loop both reads and writes it, and where it cannot tell which of two comes first.
@@ -163,15 +164,15 @@ def slide(pool: BlockPool, tables: BlockTables, first: jax.Array, *, block_size:
     first = jnp.minimum(first, blocks_needed(tables.length, block_size))
 
     def gone(rows: jax.Array) -> jax.Array:
-        return column < first.at[rows].get(mode="fill", fill_value=0)[:, None]
+        return column < gather(first, rows)[:, None]
 
     def drop_entries(rows: jax.Array, pool: BlockPool) -> BlockPool:
-        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
+        ids = gather(tables.blocks, rows)
         return _drop_references(pool, jnp.where(gone(rows) & (ids > 0), ids, num_blocks).reshape(-1))
 
     def clear_entries(rows: jax.Array, blocks: jax.Array) -> jax.Array:
-        ids = blocks.at[rows].get(mode="fill", fill_value=0)
-        return blocks.at[rows].set(jnp.where(gone(rows), 0, ids), mode="drop")
+        ids = gather(blocks, rows)
+        return scatter(blocks, rows, jnp.where(gone(rows), 0, ids))
 
     # Two walks, as in `release`.
     pool = over_tiles(first > 0, _TILE, drop_entries, pool)
@@ -191,7 +192,7 @@ def open_rows(
     """
     num_rows = tables.length.shape[0]
     used, ok = _check_places(tables, rows, columns)
-    ok = ok & ~jnp.any(used & (tables.length.at[rows].get(mode="fill", fill_value=0) > 0))
+    ok = ok & ~jnp.any(used & (gather(tables.length, rows) > 0))
     target = jnp.where(used & ok, rows, num_rows)
     length = tables.length.at[target].max((columns + 1) * block_size, mode="drop")
     return tables._replace(length=length), ok
@@ -210,17 +211,17 @@ def share(
     """
     num_rows, _, num_blocks = _check(pool, tables, block_size)
     used, ok = _check_places(tables, rows, columns)
-    owned = blocks_needed(tables.length.at[rows].get(mode="fill", fill_value=0), block_size)
-    vacant = tables.blocks.at[rows, columns].get(mode="fill", fill_value=0) == 0
+    owned = blocks_needed(gather(tables.length, rows), block_size)
+    vacant = gather(tables.blocks, (rows, columns)) == 0
     known = jnp.where(used & (ids >= 1) & (ids < num_blocks), ids, num_blocks)
-    owners = pool.refcount.at[known].get(mode="fill", fill_value=0)
+    owners = gather(pool.refcount, known)
     same = (rows[:, None] == rows[None, :]) & ((ids[:, None] == ids[None, :]) | (columns[:, None] == columns[None, :]))
     twice = jnp.any(jnp.tril(same, -1), axis=1)
     ok = ok & jnp.all(~used | ((columns < owned) & vacant & (owners > 0) & ~twice))
 
     used = used & ok
-    refcount = pool.refcount.at[jnp.where(used, ids, num_blocks)].add(1, mode="drop")
-    blocks = tables.blocks.at[jnp.where(used, rows, num_rows), columns].set(ids, mode="drop")
+    refcount = scatter_add(pool.refcount, jnp.where(used, ids, num_blocks), 1)
+    blocks = scatter(tables.blocks, (jnp.where(used, rows, num_rows), columns), ids)
     return pool._replace(refcount=refcount), tables._replace(blocks=blocks), ok
 
 
@@ -238,18 +239,18 @@ def fork(
     column = jnp.arange(max_blocks, dtype=jnp.int32)
     child = parent != -1
     source = jnp.where((parent >= 0) & (parent < num_rows), parent, num_rows)
-    length = tables.length.at[source].get(mode="fill", fill_value=0)
+    length = gather(tables.length, source)
     ok = jnp.all(~child | ((tables.length == 0) & (length > 0)))
     child = child & ok
 
     def copy_rows(rows: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         refcount, table = state
         # A parent is never a child (one is empty, the other is not): its row is as it was.
-        ids = table.at[source.at[rows].get(mode="fill", fill_value=num_rows)].get(mode="fill", fill_value=0)
-        owned = blocks_needed(length.at[rows].get(mode="fill", fill_value=0), block_size)
+        ids = gather(table, gather(source, rows, fill=num_rows))
+        owned = blocks_needed(gather(length, rows), block_size)
         kept = (column < owned[:, None]) & (ids > 0)
-        refcount = refcount.at[jnp.where(kept, ids, num_blocks)].add(1, mode="drop")
-        return refcount, table.at[rows].set(ids, mode="drop")
+        refcount = scatter_add(refcount, jnp.where(kept, ids, num_blocks), 1)
+        return refcount, scatter(table, rows, ids)
 
     refcount, table = over_tiles(child, _TILE, copy_rows, (pool.refcount, tables.blocks))
     tables = BlockTables(table, jnp.where(child, length, tables.length))
@@ -273,21 +274,23 @@ def reorder(
 
     def live(rows: jax.Array) -> jax.Array:
         """Block ids of rows i32[_TILE] of the old tables, N where there is none."""
-        ids = tables.blocks.at[rows].get(mode="fill", fill_value=0)
-        inside = column < owned.at[rows].get(mode="fill", fill_value=0)[:, None]
+        ids = gather(tables.blocks, rows)
+        inside = column < gather(owned, rows)[:, None]
         return jnp.where(inside & (ids > 0), ids, num_blocks).reshape(-1)
 
     def take(rows: jax.Array, refcount: jax.Array) -> jax.Array:
-        rows = source.at[rows].get(mode="fill", fill_value=num_rows)
-        return refcount.at[live(rows)].add(1, mode="drop")
+        rows = gather(source, rows, fill=num_rows)
+        return scatter_add(refcount, live(rows), 1)
 
     # All references are taken before any is dropped, so that no block is freed on its way from row to row.
     pool = pool._replace(refcount=over_tiles(moved, _TILE, take, pool.refcount))
     pool = over_tiles(moved & (pool.num_free >= 0), _TILE, lambda rows, pool: _drop_references(pool, live(rows)), pool)
     blocks = lax.cond(
-        jnp.any(moved), lambda: tables.blocks.at[source].get(mode="promise_in_bounds"), lambda: tables.blocks
+        jnp.any(moved),
+        lambda: gather(tables.blocks, source, mode="promise_in_bounds"),
+        lambda: tables.blocks,
     )
-    return pool, BlockTables(blocks, tables.length.at[source].get(mode="promise_in_bounds"))
+    return pool, BlockTables(blocks, gather(tables.length, source, mode="promise_in_bounds"))
 
 
 def copy_on_write(
@@ -309,8 +312,8 @@ def copy_on_write(
     row = jnp.arange(num_rows, dtype=jnp.int32)
     column, used = lax.div(tables.length, block_size), lax.rem(tables.length, block_size)
     column = jnp.where(mask & (used != 0), column, max_blocks)
-    src = tables.blocks.at[row, column].get(mode="fill", fill_value=0)
-    owners = pool.refcount.at[src].get(mode="fill", fill_value=0)
+    src = gather(tables.blocks, (row, column))
+    owners = gather(pool.refcount, src)
     shared = owners > 1
 
     def without_keepers(shared: jax.Array) -> jax.Array:
@@ -324,10 +327,10 @@ def copy_on_write(
     ok = count[-1] <= pool.num_free
     copies = copies & ok
     top = pool.num_free - count  # the n-th copy, from 1, is free[num_free - n]
-    dst = pool.free.at[jnp.where(copies, top, num_blocks)].get(mode="fill", fill_value=0)
-    refcount = pool.refcount.at[jnp.where(copies, src, num_blocks)].add(-1, mode="drop")
-    refcount = refcount.at[jnp.where(copies, dst, num_blocks)].set(1, mode="drop")
-    blocks = tables.blocks.at[row, jnp.where(copies, column, max_blocks)].set(dst, mode="drop")
+    dst = gather(pool.free, jnp.where(copies, top, num_blocks))
+    refcount = scatter_add(pool.refcount, jnp.where(copies, src, num_blocks), -1)
+    refcount = scatter(refcount, jnp.where(copies, dst, num_blocks), 1)
+    blocks = scatter(tables.blocks, (row, jnp.where(copies, column, max_blocks)), dst)
     pool = BlockPool(pool.free, pool.num_free - jnp.where(ok, count[-1], 0), refcount)
     return pool, tables._replace(blocks=blocks), jnp.where(copies, src, 0), dst, ok
 
@@ -340,9 +343,9 @@ def hold(pool: BlockPool, ids: jax.Array) -> tuple[BlockPool, jax.Array]:
     """
     ids, ok = _check_ids(pool, ids)
     num_blocks = pool.refcount.shape[0]
-    owners = pool.refcount.at[ids].get(mode="fill", fill_value=1)
+    owners = gather(pool.refcount, ids, fill=1)
     ok = ok & jnp.all(owners > 0)
-    refcount = pool.refcount.at[jnp.where(ok, ids, num_blocks)].add(1, mode="drop")
+    refcount = scatter_add(pool.refcount, jnp.where(ok, ids, num_blocks), 1)
     return pool._replace(refcount=refcount), ok
 
 
@@ -357,15 +360,15 @@ def drop(pool: BlockPool, ids: jax.Array) -> tuple[BlockPool, jax.Array]:
     num_blocks = pool.refcount.shape[0]
     # Judge by doing it and looking: counts below zero are undone exactly, nothing was freed yet.
     ids = jnp.where(ok, ids, num_blocks)
-    left = pool.refcount.at[ids].add(-1, mode="drop")
-    ok = ok & jnp.all(left.at[ids].get(mode="fill", fill_value=0) >= 0)
-    left = left.at[jnp.where(ok, num_blocks, ids)].add(1, mode="drop")
+    left = scatter_add(pool.refcount, ids, -1)
+    ok = ok & jnp.all(gather(left, ids) >= 0)
+    left = scatter_add(left, jnp.where(ok, num_blocks, ids), 1)
     return _free_unowned(pool._replace(refcount=left), jnp.where(ok, ids, num_blocks)), ok
 
 
 def _drop_references(pool: BlockPool, ids: jax.Array) -> BlockPool:
     """Take one reference for every entry of `ids` i32[K]; N means no entry. Frees blocks left with none."""
-    refcount = pool.refcount.at[ids].add(-1, mode="drop")
+    refcount = scatter_add(pool.refcount, ids, -1)
     return _free_unowned(pool._replace(refcount=refcount), ids)
 
 
@@ -377,15 +380,15 @@ def _free_unowned(pool: BlockPool, ids: jax.Array) -> BlockPool:
     winner does orders this write after the reads, which saves a copy of the array.)
     """
     num_blocks, num_ids = pool.refcount.shape[0], ids.shape[0]
-    unowned = pool.refcount.at[ids].get(mode="fill", fill_value=1) == 0
+    unowned = gather(pool.refcount, ids, fill=1) == 0
     targets = jnp.where(unowned, ids, num_blocks)
     tag = jnp.arange(-num_ids, 0, dtype=jnp.int32)
     refcount = pool.refcount.at[targets].min(tag, mode="drop")
-    winner = unowned & (refcount.at[targets].get(mode="fill", fill_value=0) == tag)
-    refcount = refcount.at[jnp.where(winner, ids, num_blocks)].set(0, mode="drop")
+    winner = unowned & (gather(refcount, targets) == tag)
+    refcount = scatter(refcount, jnp.where(winner, ids, num_blocks), 0)
     count = jnp.cumsum(winner, dtype=jnp.int32)
     place = jnp.where(winner, pool.num_free + count - 1, num_blocks)
-    free = pool.free.at[place].set(ids, mode="drop")
+    free = scatter(pool.free, place, ids)
     return BlockPool(free, pool.num_free + count[-1], refcount)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.allocator import BlockPool, BlockTables, blocks_needed
+from pallas_kernels.indexing import gather, scatter_add
 
 INVARIANTS = {
     "null_block": "references to the null block (block 0)",
@@ -54,14 +55,14 @@ def audit(
 
     in_stack = ids < pool.num_free
     free_known = (pool.free >= 1) & (pool.free < num_blocks)
-    times_free = zeros.at[jnp.where(in_stack & free_known, pool.free, num_blocks)].add(1, mode="drop")
+    times_free = scatter_add(zeros, jnp.where(in_stack & free_known, pool.free, num_blocks), 1)
 
     owned = blocks_needed(jnp.clip(tables.length, 0, max_blocks * block_size), block_size)
     live = column < owned[:, None]
     if slides:
         live &= jnp.cumsum(tables.blocks != 0, axis=1) > 0
     known = (tables.blocks >= 1) & (tables.blocks < num_blocks)
-    references = zeros.at[jnp.where(live & known, tables.blocks, num_blocks)].add(1, mode="drop")
+    references = scatter_add(zeros, jnp.where(live & known, tables.blocks, num_blocks), 1)
     references = references if holds is None else references + holds
 
     earlier = (column[None, :] < column[:, None]) & live[:, None, :]
@@ -72,8 +73,8 @@ def audit(
     else:
         inside = writing & (tables.length % block_size != 0)
         target = jnp.where(inside, tables.length // block_size, max_blocks)
-        target = tables.blocks.at[jnp.arange(num_rows), target].get(mode="fill", fill_value=0)
-        shared_write = inside & (pool.refcount.at[target].get(mode="clip") != 1)
+        target = gather(tables.blocks, (jnp.arange(num_rows), target))
+        shared_write = inside & (gather(pool.refcount, target, mode="clip") != 1)
 
     violations = {
         "null_block": (pool.refcount[0] != 0) | (references[0] != 0),

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.allocator import BlockPool, BlockTables, reorder
+from pallas_kernels.indexing import gather, scatter
 
 MAX_WIDTH = 16
 UNUSED = -1.0e9  # score of the beams of a group before the first has branched
@@ -62,9 +63,9 @@ def advance_beams(
     num_rows, vocab = logits.shape
     num_slots = beams.group.shape[0]
     width = min(MAX_WIDTH, num_rows)
-    group = jnp.where(active, beams.group.at[slots].get(mode="fill", fill_value=num_slots), num_slots)  # [R]
-    member = beams.member.at[slots].get(mode="fill", fill_value=0)
-    score = beams.score.at[slots].get(mode="fill", fill_value=0.0)
+    group = jnp.where(active, gather(beams.group, slots, fill=num_slots), num_slots)  # [R]
+    member = gather(beams.member, slots)
+    score = gather(beams.score, slots)
     row = jnp.arange(num_rows, dtype=jnp.int32)
 
     # Each row's best: as many as the group has beams, and as many more as may end the text.
@@ -88,12 +89,12 @@ def advance_beams(
 
     # The row of beam i of each group.
     seat = jnp.full((num_slots + 1, width), num_rows, jnp.int32)
-    seat = seat.at[jnp.where(group < num_slots, group, num_slots + 1), member].set(row, mode="drop")
+    seat = scatter(seat, (jnp.where(group < num_slots, group, num_slots + 1), member), row)
 
     def seats(wanted: jax.Array, ranks: jax.Array) -> jax.Array:
         """The rows that candidates are for, R where they are for none."""
         fits = wanted & (ranks < width) & (keys < num_slots)
-        return jnp.where(fits, seat.at[keys, jnp.minimum(ranks, width - 1)].get(mode="clip"), num_rows)
+        return jnp.where(fits, gather(seat, (keys, jnp.minimum(ranks, width - 1)), mode="clip"), num_rows)
 
     parent_slot = slots[source]
     on, over = seats(~end, going_rank), seats(end, rank)
@@ -102,9 +103,9 @@ def advance_beams(
     records = records.at[on, :3].set(jnp.stack([parent_slot, token, bits], axis=1), mode="drop")
     records = records.at[over, 3:].set(jnp.stack([parent_slot, token, bits], axis=1), mode="drop")
     return Advance(
-        tokens=jnp.full(num_rows, -1, jnp.int32).at[on].set(token, mode="drop"),
-        scores=score.at[on].set(best, mode="drop"),
-        parents=slots.at[on].set(parent_slot, mode="drop"),
+        tokens=scatter(jnp.full(num_rows, -1, jnp.int32), on, token),
+        scores=scatter(score, on, best),
+        parents=scatter(slots, on, parent_slot),
         records=records,
     )
 
@@ -114,5 +115,5 @@ def follow_beams(
 ) -> tuple[BlockPool, BlockTables]:
     """Give the rows' slots the block tables of their parents, i32[R] each."""
     num_slots = tables.length.shape[0]
-    source = jnp.arange(num_slots, dtype=jnp.int32).at[slots].set(parents, mode="drop")
+    source = scatter(jnp.arange(num_slots, dtype=jnp.int32), slots, parents)
     return reorder(pool, tables, source, block_size=block_size)

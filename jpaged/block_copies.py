@@ -18,6 +18,7 @@ from jpaged_models import KVPages, read_cache_blocks, write_cache_blocks
 from jpaged.allocator import BlockPool, BlockTables
 from jpaged.named_blocks import NamedBlocks
 from jpaged.tiers import StoredBlock
+from pallas_kernels.indexing import gather, scatter
 
 COPIED_AT_ONCE = 8
 
@@ -30,8 +31,8 @@ def save_blocks(
     Padding (slot S) reads the null block.
     """
     slots, columns, names = places
-    by_place = tables.blocks.at[slots, columns].get(mode="fill", fill_value=0)
-    ids = jnp.where(names > 0, named.block.at[names].get(mode="fill", fill_value=0), by_place)
+    by_place = gather(tables.blocks, (slots, columns))
+    ids = jnp.where(names > 0, gather(named.block, names), by_place)
     return read_cache_blocks(cache, ids, named.held.shape[0])
 
 
@@ -46,15 +47,13 @@ def load_blocks(
     num_blocks, num_names = named.held.shape[0], named.block.shape[0]
     used = names > 0
     count = jnp.cumsum(used, dtype=jnp.int32)
-    taken = named.block.at[names].get(mode="fill", fill_value=1) > 0
+    taken = gather(named.block, names, fill=1) > 0
     ok = (count[-1] <= pool.num_free) & ~jnp.any(used & taken)
     used = used & ok
-    ids = pool.free.at[jnp.where(used, pool.num_free - count, num_blocks)].get(mode="fill", fill_value=num_blocks)
+    ids = gather(pool.free, jnp.where(used, pool.num_free - count, num_blocks), fill=num_blocks)
     one = jnp.where(used, ids, num_blocks)
-    pool = BlockPool(pool.free, pool.num_free - jnp.where(ok, count[-1], 0), pool.refcount.at[one].set(1, mode="drop"))
-    named = NamedBlocks(
-        named.block.at[jnp.where(used, names, num_names)].set(ids, mode="drop"), named.held.at[one].set(1, mode="drop")
-    )
+    pool = BlockPool(pool.free, pool.num_free - jnp.where(ok, count[-1], 0), scatter(pool.refcount, one, 1))
+    named = NamedBlocks(scatter(named.block, jnp.where(used, names, num_names), ids), scatter(named.held, one, 1))
     return write_cache_blocks(cache, one, content, num_blocks), pool, named, ok
 
 

@@ -22,6 +22,7 @@ from jax import lax
 
 from jpaged.features import CONTROLLED, Feature
 from jpaged.sampling import SamplingState, sample
+from pallas_kernels.indexing import gather, scatter, scatter_add
 
 BIAS_CHUNK = 32  # entries of bias applied at once
 DRAWN_AT_ONCE = 8  # rows, where padding is to cost nothing
@@ -50,12 +51,12 @@ class Controls(NamedTuple):
 
 def write_controls(controls: Controls, slot: jax.Array, row: Controls) -> Controls:
     """Write one slot's row (the arrays of `row` have no slot axis)."""
-    return jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new, mode="drop"), controls, row)
+    return jax.tree.map(lambda all_rows, new: scatter(all_rows, slot, new), controls, row)
 
 
 def write_masks(controls: Controls, slots: jax.Array, masks: jax.Array) -> Controls:
     """Write masks i32[n, W] of slots i32[n]; S, one past the last, is left out."""
-    return controls._replace(mask=controls.mask.at[slots].set(masks, mode="drop"))
+    return controls._replace(mask=scatter(controls.mask, slots, masks))
 
 
 def draw(
@@ -92,8 +93,8 @@ def draw(
     controlled = ((features & CONTROLLED) != 0) & (slots < controls.mask.shape[0])
 
     def change(rows: jax.Array, own: jax.Array) -> jax.Array:
-        slot = slots.at[rows].get(mode="fill", fill_value=controls.mask.shape[0])
-        feature, place = (x.at[rows].get(mode="fill", fill_value=0) for x in (features, position))
+        slot = gather(slots, rows, fill=controls.mask.shape[0])
+        feature, place = (gather(x, rows) for x in (features, position))
         return apply_controls(own, controls, slot, feature, place, processor)
 
     return sample(logits, sampling, position, controlled, change)
@@ -117,7 +118,7 @@ def apply_controls(
         return lax.cond(jnp.any(used), lambda x: jnp.where(used[:, None], change(x), x), lambda x: x, logits)
 
     def rows(table: jax.Array) -> jax.Array:
-        return table.at[slots].get(mode="fill", fill_value=0)
+        return gather(table, slots)
 
     logits = when(Feature.MASK, lambda x: jnp.where(unpack_bits(rows(controls.mask), x.shape[1]), x, -jnp.inf), logits)
     logits = when(Feature.BAD_WORDS, lambda x: _forbid(x, *map(rows, controls[4:7])), logits)
@@ -132,12 +133,12 @@ def count_tokens(controls: Controls, slots: jax.Array, features: jax.Array, toke
     none = controls.mask.shape[0]
     counted = jnp.where((features & Feature.PENALTIES) != 0, slots, none)
     watched = jnp.where((features & Feature.BAD_WORDS) != 0, slots, none)
-    recent = controls.recent.at[watched].get(mode="fill", fill_value=0)
+    recent = gather(controls.recent, watched)
     recent = jnp.concatenate([recent[:, 1:], tokens[:, None]], axis=1)
     two = jnp.asarray(2, controls.counts.dtype)
     return controls._replace(
-        counts=controls.counts.at[counted, tokens].add(two, mode="drop"),
-        recent=controls.recent.at[watched].set(recent, mode="drop"),
+        counts=scatter_add(controls.counts, (counted, tokens), two),
+        recent=scatter(controls.recent, watched, recent),
     )
 
 
@@ -150,7 +151,7 @@ def unpack_bits(words: jax.Array, count: int) -> jax.Array:
 def _forbid(logits: jax.Array, last: jax.Array, before: jax.Array, recent: jax.Array) -> jax.Array:
     matched = jnp.all((before == -1) | (before == recent[:, None, :]), axis=2)  # [n, B]
     token = jnp.where(matched, last, logits.shape[1])
-    return logits.at[jnp.arange(logits.shape[0])[:, None], token].set(-jnp.inf, mode="drop")
+    return scatter(logits, (jnp.arange(logits.shape[0])[:, None], token), -jnp.inf)
 
 
 def _add_bias(logits: jax.Array, position: jax.Array, ids: jax.Array, values: jax.Array, until: jax.Array) -> jax.Array:
@@ -164,7 +165,7 @@ def _add_bias(logits: jax.Array, position: jax.Array, ids: jax.Array, values: ja
         # The last chunk may overlap the one before it: what that one added is not added again.
         fresh = at + jnp.arange(chunk) >= i * chunk
         some = jnp.where(fresh, lax.dynamic_slice_in_dim(ids, at, chunk, 1), logits.shape[1])
-        return logits.at[row, some].add(lax.dynamic_slice_in_dim(values, at, chunk, 1), mode="drop")
+        return scatter_add(logits, (row, some), lax.dynamic_slice_in_dim(values, at, chunk, 1))
 
     return lax.fori_loop(0, lax.div(used + chunk - 1, chunk), add, logits)
 

@@ -20,6 +20,7 @@ from jpaged_models import Tokenizer
 
 from jpaged.outputs import Logprob
 from jpaged.tiles import over_tiles
+from pallas_kernels.indexing import gather, scatter
 
 TILE = 8  # rows
 PROMPT_TILE = 16  # tokens of prompts whose logits are computed at once
@@ -48,9 +49,9 @@ def record_tokens(records: jax.Array, step: jax.Array, wanted: jax.Array, logits
     """Fill records i32[K, R, C] at `step` for rows set in wanted bool[R]; logits f32[R, V], tokens i32[R]."""
 
     def fill(rows: jax.Array, records: jax.Array) -> jax.Array:
-        own = logits.at[rows].get(mode="fill", fill_value=0)
-        packed = pack_records(own, tokens.at[rows].get(mode="fill", fill_value=0), records.shape[2])
-        return records.at[step, rows].set(packed, mode="drop")
+        own = gather(logits, rows)
+        packed = pack_records(own, gather(tokens, rows), records.shape[2])
+        return scatter(records, (step, rows), packed)
 
     # At a branch, for the layout of the logits: a loop wants them by rows, and XLA:CPU's product gives them by columns.
     return lax.cond(
@@ -67,9 +68,9 @@ def record_prompt(
     """
 
     def fill(rows: jax.Array, records: jax.Array) -> jax.Array:
-        logits = head(hidden.at[rows].get(mode="fill", fill_value=0))
-        packed = pack_records(logits, following.at[rows].get(mode="fill", fill_value=0), size)
-        return records.at[rows].set(packed, mode="drop")
+        logits = head(gather(hidden, rows))
+        packed = pack_records(logits, gather(following, rows), size)
+        return scatter(records, rows, packed)
 
     return over_tiles(following >= 0, PROMPT_TILE, fill, jnp.zeros((hidden.shape[0], size), jnp.int32))
 

@@ -30,6 +30,7 @@ from jax import lax
 
 from jpaged.allocator import BlockPool, BlockTables, drop, fork, hold, open_rows, share, slide
 from jpaged.beams import UNUSED, BeamState
+from pallas_kernels.indexing import gather, scatter, scatter_add
 
 SECTIONS = NAME_FIRST, SLIDE, DROP, NAME, SHARE, FORK, BEAM = range(7)
 _TILE = 32  # orders handled at once
@@ -69,13 +70,13 @@ def name_blocks(
     def body(slots: jax.Array, columns: jax.Array, names: jax.Array, state: tuple) -> tuple:
         pool, named, ok = state
         used = names > 0
-        ids = tables.blocks.at[slots, columns].get(mode="fill", fill_value=0)
-        taken = named.block.at[names].get(mode="clip") > 0
+        ids = gather(tables.blocks, (slots, columns))
+        taken = gather(named.block, names, mode="clip") > 0
         ok = ok & ~jnp.any(used & ((ids == 0) | taken | (names >= num_names)))
         pool, held_ok = hold(pool, jnp.where(used, ids, 0))
         named = NamedBlocks(
-            named.block.at[jnp.where(used, names, num_names)].set(ids, mode="drop"),
-            named.held.at[jnp.where(used, ids, num_blocks)].add(1, mode="drop"),
+            scatter(named.block, jnp.where(used, names, num_names), ids),
+            scatter_add(named.held, jnp.where(used, ids, num_blocks), 1),
         )
         return pool, named, ok & held_ok
 
@@ -88,7 +89,7 @@ def slide_slots(
     """Let slots give up blocks that nothing reads any more; those that were released have none."""
 
     def note(slots: jax.Array, columns: jax.Array, names: jax.Array, first: jax.Array) -> jax.Array:
-        return first.at[slots].set(columns, mode="drop")
+        return scatter(first, slots, columns)
 
     first = _over(commands, SLIDE, tables, note, jnp.zeros(tables.length.shape, jnp.int32))
     return slide(pool, tables, first, block_size=block_size)
@@ -102,12 +103,12 @@ def drop_names(
 
     def body(slots: jax.Array, columns: jax.Array, names: jax.Array, state: tuple) -> tuple:
         pool, named, ok = state
-        ids = named.block.at[names].get(mode="fill", fill_value=0)
+        ids = gather(named.block, names)
         ok = ok & ~jnp.any((names > 0) & (ids == 0))
         pool, dropped_ok = drop(pool, ids)
         named = NamedBlocks(
-            named.block.at[jnp.where(names > 0, names, num_names)].set(0, mode="drop"),
-            named.held.at[jnp.where(ids > 0, ids, num_blocks)].add(-1, mode="drop"),
+            scatter(named.block, jnp.where(names > 0, names, num_names), 0),
+            scatter_add(named.held, jnp.where(ids > 0, ids, num_blocks), -1),
         )
         return pool, named, ok & dropped_ok
 
@@ -134,7 +135,7 @@ def share_names(
 
     def body(slots: jax.Array, columns: jax.Array, names: jax.Array, state: tuple) -> tuple:
         pool, tables, ok = state
-        ids = named.block.at[names].get(mode="fill", fill_value=0)
+        ids = gather(named.block, names)
         pool, tables, shared_ok = share(pool, tables, slots, columns, ids, block_size=block_size)
         return pool, tables, ok & shared_ok
 
@@ -147,7 +148,7 @@ def fork_slots(
     """Make empty slots copies of others. ok is False where a slot is not empty or the other one is."""
 
     def note(slots: jax.Array, columns: jax.Array, names: jax.Array, parent: jax.Array) -> jax.Array:
-        return parent.at[slots].set(columns, mode="drop")
+        return scatter(parent, slots, columns)
 
     parent = _over(commands, FORK, tables, note, jnp.full(tables.length.shape, -1, jnp.int32))
     return fork(pool, tables, parent, block_size=block_size)
@@ -158,9 +159,9 @@ def join_groups(beams: BeamState, tables: BlockTables, commands: Commands) -> Be
 
     def join(slots: jax.Array, columns: jax.Array, names: jax.Array, beams: BeamState) -> BeamState:
         return BeamState(
-            beams.group.at[slots].set(columns, mode="drop"),
-            beams.member.at[slots].set(names - 1, mode="drop"),
-            beams.score.at[slots].set(jnp.where(names > 1, UNUSED, 0.0), mode="drop"),
+            scatter(beams.group, slots, columns),
+            scatter(beams.member, slots, names - 1),
+            scatter(beams.score, slots, jnp.where(names > 1, UNUSED, 0.0)),
         )
 
     return _over(commands, BEAM, tables, join, beams)

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from jpaged.tiles import over_tiles
+from pallas_kernels.indexing import gather, scatter
 
 _DEPTH = 64  # the vocabulary as a matrix [_DEPTH, V / _DEPTH] when it is reduced by columns
 _CANDIDATE_COLUMNS = 128  # columns searched for a threshold before the whole vocabulary is
@@ -139,12 +140,12 @@ def _change_rows(
 
     def replace(rows: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         weights, greedy = done
-        own = change(rows, logits.at[rows].get(mode="fill", fill_value=0))
+        own = change(rows, gather(logits, rows))
         peak = jnp.max(own, axis=1)
-        heat = temperature.at[rows].get(mode="fill", fill_value=0)
+        heat = gather(temperature, rows)
         return (
-            weights.at[rows].set(_weights_if_random(own, peak, heat), mode="drop"),
-            greedy.at[rows].set(_lowest_peak(own, peak), mode="drop"),
+            scatter(weights, rows, _weights_if_random(own, peak, heat)),
+            scatter(greedy, rows, _lowest_peak(own, peak)),
         )
 
     return over_tiles(changed, _CHANGED_ROWS, replace, (weights, greedy))
@@ -188,11 +189,9 @@ def _threshold(weights: jax.Array, params: SamplingState) -> jax.Array:
             threshold, found = _search(values, _bits(floor) + 1, lowest, mass, top_k, top_p)
 
         def everywhere(rows: jax.Array, threshold: jax.Array) -> jax.Array:
-            values, low, total, k, p = (
-                x.at[rows].get(mode="fill", fill_value=0) for x in (weights, lowest, mass, top_k, top_p)
-            )
+            values, low, total, k, p = (gather(x, rows) for x in (weights, lowest, mass, top_k, top_p))
             bits, _ = _search(values, jnp.zeros_like(low), low, total, k, p)
-            return threshold.at[rows].set(bits, mode="drop")
+            return scatter(threshold, rows, bits)
 
         return over_tiles(~found, _SEARCH_ROWS, everywhere, threshold)
 

@@ -19,6 +19,7 @@ from jpaged.named_blocks import NamedBlocks, init_names
 from jpaged.plan import SAMPLING, Plan
 from jpaged.sampling import SamplingState, init_sampling
 from jpaged.stats import BlockCounts
+from pallas_kernels.indexing import gather
 
 
 class SlotState(NamedTuple):
@@ -95,9 +96,9 @@ def count_blocks(pool: BlockPool, tables: BlockTables, named: NamedBlocks, *, bl
     # Only last blocks have room left. Sequences that share one share its empty slots too.
     in_last = lax.rem(tables.length, block_size)  # tokens, 0 where the last block is full
     last = jnp.where(in_last != 0, lax.div(tables.length, block_size), tables.blocks.shape[1])
-    block = tables.blocks.at[jnp.arange(last.shape[0]), last].get(mode="fill", fill_value=0)
+    block = gather(tables.blocks, (jnp.arange(last.shape[0]), last))
     room = jnp.where(in_last != 0, block_size - in_last, 0)
-    waste = jnp.sum(room / jnp.maximum(owners.at[block].get(mode="clip"), 1))
+    waste = jnp.sum(room / jnp.maximum(gather(owners, block, mode="clip"), 1))
     return BlockCounts(
         used=used,
         cached=jnp.sum((owners == 0) & (named.held > 0), dtype=jnp.int32),

@@ -43,6 +43,7 @@ from jpaged.sampling import SamplingState
 from jpaged.state import EngineState, SlotState, admit, count_blocks
 from jpaged.stats import BlockCounts
 from jpaged.tiles import over_tiles
+from pallas_kernels.indexing import gather, scatter, scatter_add
 
 COPY_TILE = 4  # blocks copied at once where sequences part
 HEAD_ROWS = (8, 32, 128)  # row counts the head is compiled for in a mixed step, besides all of its rows
@@ -101,16 +102,16 @@ def mixed_step(
     lengths = jnp.where(ok, lengths, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])  # [R + 1]
 
-    tables = state.tables.blocks.at[plan.slots].get(mode="fill", fill_value=0)  # [R, M]
-    context = state.tables.length.at[plan.slots].get(mode="fill", fill_value=0)  # [R]
+    tables = gather(state.tables.blocks, plan.slots)  # [R, M]
+    context = gather(state.tables.length, plan.slots)  # [R]
     kv_lengths = jnp.where(lengths > 0, context, 0)
     token = jnp.arange(layout.tokens, dtype=jnp.int32)
     owner = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")  # [T]; R for padding
-    offset = (kv_lengths - starts[1:]).at[owner].get(mode="fill", fill_value=0)
+    offset = gather(kv_lengths - starts[1:], owner)
     valid = token < starts[-1]
     positions = jnp.where(valid, token + offset, 0)
-    last = state.slots.last_token.at[plan.slots.at[owner].get(mode="fill", fill_value=layout.num_slots)]
-    tokens = jnp.where(owner < plan.num_decode, last.get(mode="fill", fill_value=0), plan.tokens)
+    last = gather(state.slots.last_token, gather(plan.slots, owner, fill=layout.num_slots))
+    tokens = jnp.where(owner < plan.num_decode, last, plan.tokens)
 
     batch = PagedBatch(
         block_tables=tables,
@@ -123,7 +124,7 @@ def mixed_step(
     attend = paged_attend(batch, state.pool.refcount.shape[0], spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend, live=starts[-1])
     # The last token of each row [R, H]: for a fork, which has no tokens here, that of the row before it.
-    final = hidden.at[jnp.maximum(starts[1:] - 1, 0)].get(mode="clip")
+    final = gather(hidden, jnp.maximum(starts[1:] - 1, 0), mode="clip")
     sampled = (row < plan.num_sampled) & ok
     logits = _logits_of_prefix(model, final, plan.num_sampled)
     sampling, features = _gather_sampling(state.slots, plan.slots)
@@ -158,7 +159,7 @@ def decode_loop(
     once = (features & Feature.STRUCTURED) != 0  # rows whose next token waits for a mask from the host
 
     def left_in(slots: SlotState) -> jax.Array:
-        return jnp.where(in_rows, slots.left.at[plan.slots].get(mode="fill", fill_value=0), 0)
+        return jnp.where(in_rows, gather(slots.left, plan.slots), 0)
 
     def unfinished(carry: tuple) -> jax.Array:
         step, state, _, _, _, ok = carry
@@ -176,7 +177,7 @@ def decode_loop(
             spec, model, state, plan.slots, plan.num_rows, active, sampling, features
         )
         records = record_tokens(records, step, active & ((features & Feature.LOGPROBS) != 0), logits, drawn)
-        out, beams = out.at[step].set(drawn, mode="drop"), beams.at[step].set(record, mode="drop")
+        out, beams = scatter(out, step, drawn), scatter(beams, step, record)
         return step + 1, state, out, beams, records, ok
 
     shape = (spec.decode_steps, layout.rows)
@@ -252,17 +253,15 @@ def _grow_rows(
     """
     num_slots, max_blocks = state.tables.blocks.shape
     num_blocks = state.pool.refcount.shape[0]
-    writes = jnp.zeros(num_slots, bool).at[slots].set(added > 0, mode="drop")
+    writes = scatter(jnp.zeros(num_slots, bool), slots, added > 0)
     pool, tables, src, dst, apart = copy_on_write(state.pool, state.tables, writes, block_size=block_size)
     cache = over_tiles(
         dst > 0,
         COPY_TILE,
-        lambda rows, cache: copy_cache_blocks(
-            cache, src.at[rows].get(mode="fill", fill_value=0), dst.at[rows].get(mode="fill", fill_value=0), num_blocks
-        ),
+        lambda rows, cache: copy_cache_blocks(cache, gather(src, rows), gather(dst, rows), num_blocks),
         state.cache,
     )
-    length = tables.length.at[slots].add(added, mode="drop")
+    length = scatter_add(tables.length, slots, added)
     pool, tables, ok = grow(pool, tables, length, block_size=block_size, max_new_blocks=min(most_blocks, max_blocks))
     return state._replace(cache=cache, pool=pool, tables=tables), apart & ok
 
@@ -282,8 +281,8 @@ def _decode_rows(
     Returns (state, tokens i32[R], records of beams i32[R, 6], logits f32[R, V]).
     """
     block_size = spec.block_size
-    tables = state.tables.blocks.at[slots].get(mode="fill", fill_value=0)  # [R, M]
-    lengths = jnp.where(active, state.tables.length.at[slots].get(mode="fill", fill_value=0), 0)
+    tables = gather(state.tables.blocks, slots)  # [R, M]
+    lengths = jnp.where(active, gather(state.tables.length, slots), 0)
     positions = jnp.maximum(lengths - 1, 0)
     rows = jnp.arange(slots.shape[0])
     batch = PagedBatch(
@@ -293,7 +292,7 @@ def _decode_rows(
         query_starts=None,
         num_decode=None,
     )
-    tokens = state.slots.last_token.at[slots].get(mode="fill", fill_value=0)
+    tokens = gather(state.slots.last_token, slots)
     attend = paged_attend(batch, state.pool.refcount.shape[0], spec.attention_backend)
     hidden, cache = model(tokens, positions, state.cache, attend, live=num_rows)
     features = jnp.where(active, features, 0)
@@ -311,8 +310,8 @@ def _advance_beams(
     """Where rows are beams, their groups choose the tokens, and tables follow. Returns (state, drawn, records)."""
     num_slots = state.beams.group.shape[0]
     rows = slots.shape[0]
-    is_beam = sampled & (state.beams.group.at[slots].get(mode="fill", fill_value=num_slots) < num_slots)
-    stop_ids = state.slots.stop_ids.at[slots].get(mode="fill", fill_value=-1)
+    is_beam = sampled & (gather(state.beams.group, slots, fill=num_slots) < num_slots)
+    stop_ids = gather(state.slots.stop_ids, slots, fill=-1)
     advance = lax.cond(
         jnp.any(is_beam),
         lambda: advance_beams(logits, state.beams, slots, is_beam, stop_ids),
@@ -320,7 +319,7 @@ def _advance_beams(
     )
     beam_slots = jnp.where(is_beam, slots, num_slots)
     pool, tables = follow_beams(state.pool, state.tables, beam_slots, advance.parents, block_size=block_size)
-    score = state.beams.score.at[beam_slots].set(advance.scores, mode="drop")
+    score = scatter(state.beams.score, beam_slots, advance.scores)
     state = state._replace(pool=pool, tables=tables, beams=state.beams._replace(score=score))
     return state, jnp.where(is_beam, advance.tokens, drawn), advance.records
 
@@ -329,24 +328,24 @@ def _write_slots(
     tables: jax.Array, owner: jax.Array, positions: jax.Array, valid: jax.Array, block_size: int
 ) -> jax.Array:
     """i32[T]: block * block_size + offset for each token; tokens that are padding go to the null block."""
-    block = tables.at[owner, positions // block_size].get(mode="fill", fill_value=0)
+    block = gather(tables, (owner, positions // block_size))
     return jnp.where(valid, block, 0) * block_size + positions % block_size
 
 
 def _gather_sampling(slots: SlotState, rows: jax.Array) -> tuple[SamplingState, jax.Array]:
     """Sampling parameters and features of the rows; 0 for padding."""
-    return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), (slots.sampling, slots.features))
+    return jax.tree.map(lambda x: gather(x, rows), (slots.sampling, slots.features))
 
 
 def _following(plan: Plan, slots: SlotState, starts: jax.Array, owner: jax.Array) -> jax.Array:
     """i32[T]: the prompt token after each token of a row that wants log-probabilities of its prompt, -1 elsewhere."""
     assert plan.tokens is not None and plan.next_tokens is not None
     token = jnp.arange(owner.shape[0], dtype=jnp.int32)
-    features = slots.features.at[plan.slots].get(mode="fill", fill_value=0)
+    features = gather(slots.features, plan.slots)
     wanted = ((features & Feature.PROMPT_LOGPROBS) != 0) & (jnp.arange(plan.slots.shape[0]) >= plan.num_decode)
-    last = token + 1 == starts[1:].at[owner].get(mode="fill", fill_value=0)
-    following = jnp.where(last, plan.next_tokens.at[owner].get(mode="fill", fill_value=-1), jnp.roll(plan.tokens, -1))
-    return jnp.where(wanted.at[owner].get(mode="fill", fill_value=False), following, -1)
+    last = token + 1 == gather(starts[1:], owner)
+    following = jnp.where(last, gather(plan.next_tokens, owner, fill=-1), jnp.roll(plan.tokens, -1))
+    return jnp.where(gather(wanted, owner, fill=False), following, -1)
 
 
 def _logits_of_prefix(model: Decoder, hidden: jax.Array, count: jax.Array) -> jax.Array:
@@ -373,14 +372,14 @@ def _emit(
 ) -> tuple[EngineState, jax.Array]:
     """Record sampled tokens i32[R]; a stop id or the last allowed token ends its row. Returns (state, left i32[R])."""
     slots = state.slots
-    stop_ids = slots.stop_ids.at[rows].get(mode="fill", fill_value=-1)  # [R, E]
-    left = slots.left.at[rows].get(mode="fill", fill_value=0)
+    stop_ids = gather(slots.stop_ids, rows, fill=-1)  # [R, E]
+    left = gather(slots.left, rows)
     stopped = jnp.any(tokens[:, None] == stop_ids, axis=1)
     left = jnp.where(sampled, jnp.where(stopped, 0, left - 1), left)
     target = jnp.where(sampled, rows, slots.left.shape[0])
     slots = slots._replace(
-        last_token=slots.last_token.at[target].set(tokens, mode="drop"),
-        left=slots.left.at[target].set(left, mode="drop"),
+        last_token=scatter(slots.last_token, target, tokens),
+        left=scatter(slots.left, target, left),
     )
     return state._replace(slots=slots, controls=count_tokens(state.controls, target, features, tokens)), left
 

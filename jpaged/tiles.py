@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.indexing import scatter
+
 State = TypeVar("State")
 
 
@@ -22,7 +24,7 @@ def over_tiles(mask: jax.Array, tile: int, body: Callable[[jax.Array, State], St
     count = jnp.cumsum(mask, dtype=jnp.int32)
     rows = jnp.full(-(-num_rows // tile) * tile, num_rows, jnp.int32)
     place = jnp.where(mask, count - 1, rows.shape[0])
-    rows = rows.at[place].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    rows = scatter(rows, place, jnp.arange(num_rows, dtype=jnp.int32))
 
     def step(i: jax.Array, state: State) -> State:
         return body(lax.dynamic_slice(rows, (i * tile,), (tile,)), state)

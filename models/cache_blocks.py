@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import KVPages
+from pallas_kernels.indexing import gather, scatter
 from pallas_kernels.storage import from_storage
 
 
@@ -31,7 +32,7 @@ def read_cache_blocks(cache: tuple[KVPages, ...], ids: jax.Array, num_blocks: in
     """
 
     def take(pool: jax.Array) -> jax.Array:
-        return pool.at[find_in_layers(pool, ids, num_blocks).T].get(mode="promise_in_bounds")
+        return gather(pool, find_in_layers(pool, ids, num_blocks).T, mode="promise_in_bounds")
 
     kinds = [[pool for pages in cache for pool in (pages.k, pages.v)]]
     scales = [pool for pages in cache for pool in (pages.k_scales, pages.v_scales) if pool is not None]
@@ -65,7 +66,7 @@ def write_cache_blocks(
     def put(pool: jax.Array, kind: int, first: int) -> jax.Array:
         layers = len(pool) // num_blocks
         places = jnp.where(ids < num_blocks, find_in_layers(pool, ids, num_blocks), len(pool))
-        return pool.at[places.T].set(blocks[kind][:, first : first + layers], mode="drop")
+        return scatter(pool, places.T, blocks[kind][:, first : first + layers])
 
     written, first = [], 0
     for pages in cache:

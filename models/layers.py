@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels.cpu import linear as cpu_linear
+from pallas_kernels.indexing import gather
 
 FEW_ROWS = 64  # up to here, on CPU, the weights go on the left of a product
 
@@ -66,9 +67,12 @@ def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int, dtype
     if is_packed(table):
         return cpu_linear.take_rows(table, ids, vocab, features, dtype)
     if table.dtype != jnp.bfloat16:
-        return table.at[ids].get(mode="clip")
+        return gather(table, ids, mode="clip")
     return lax.platform_dependent(
-        table, ids, cpu=_take_rows_as_bits, default=lambda table, ids: table.at[ids].get(mode="clip")
+        table,
+        ids,
+        cpu=_take_rows_as_bits,
+        default=lambda table, ids: gather(table, ids, mode="clip"),
     )
 
 
@@ -81,7 +85,7 @@ def take_split_rows(table: jax.Array, ids: jax.Array, vocab: int, axis: str) -> 
 
 def _take_rows_as_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
     table, ids = lax.optimization_barrier((table, ids))
-    rows = lax.bitcast_convert_type(table, jnp.uint16).at[ids].get(mode="clip")
+    rows = gather(lax.bitcast_convert_type(table, jnp.uint16), ids, mode="clip")
     return lax.bitcast_convert_type(rows, table.dtype)
 
 
@@ -94,7 +98,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
         """``layer`` i32[]: the row of the weight that counts, where it has one for each layer."""
-        weight = self.weight[...] if layer is None else self.weight.at[layer].get(mode="promise_in_bounds")
+        weight = self.weight[...] if layer is None else gather(self.weight[...], layer, mode="promise_in_bounds")
         wide = x.astype(jnp.float32)
         wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (wide * weight.astype(jnp.float32)).astype(x.dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import LANES, QUANTISED, fail
 from pallas_kernels.cpu.library import make_zeros
+from pallas_kernels.indexing import gather, scatter
 from pallas_kernels.storage import quantise, storage_dtype, to_storage
 
 
@@ -66,7 +67,7 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, write_slots: jax.Array)
     block, offset = write_slots // block_size, write_slots % block_size
 
     def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[block, :, offset].set(rows, mode="drop")
+        return pool.at[block, :, offset].set(rows, mode="drop", wrap_negative_indices=False)
 
     dtype = pages.k.dtype
     if pages.k_scales is None or pages.v_scales is None:
@@ -84,9 +85,9 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def copy_blocks(pages: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
     """`pallas_kernels.copy_blocks` on XLA's operations."""
-    return jax.tree.map(lambda pool: pool.at[dst].set(pool.at[src].get(mode="promise_in_bounds"), mode="drop"), pages)
+    return jax.tree.map(lambda pool: scatter(pool, dst, gather(pool, src, mode="promise_in_bounds")), pages)
 
 
 def take_blocks(pages: KVPages, ids: jax.Array) -> KVPages:
     """Pages of the blocks ids i32[C], which are clipped."""
-    return jax.tree.map(lambda pool: pool.at[ids].get(mode="clip"), pages)
+    return jax.tree.map(lambda pool: gather(pool, ids, mode="clip"), pages)

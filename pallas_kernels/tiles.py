@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import PagedBatch
+from pallas_kernels.indexing import gather
 
 
 class Tiles(NamedTuple):
@@ -52,7 +53,7 @@ def cut_tiles(batch: PagedBatch, begin: jax.Array, rows: int, rows_each: int) ->
     sequence = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
 
     def of_sequence(x: jax.Array) -> jax.Array:
-        return x.at[sequence].get(mode="fill", fill_value=0)
+        return gather(x, sequence)
 
     before = (tile - of_sequence(ends - tiles)) * rows_each  # rows of the sequence before the tile
     real = tile < ends[-1]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import PagedBatch
+from pallas_kernels.indexing import gather, scatter
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tiles import Tiles, arange, cut_tiles
@@ -77,7 +78,7 @@ def _fill(
     nth = arange(rows_each)
     inside = nth < tiles.rows[:, None]  # [I, rows_each]
     at = jnp.where(inside, tiles.row[:, None] + nth, rows)  # T: nowhere
-    packed = q.at[at].get(mode="fill", fill_value=0)  # [I, rows_each, Hq, D]
+    packed = gather(q, at)  # [I, rows_each, Hq, D]
     packed = packed.reshape(-1, rows_each, kv_heads, group, head_dim).swapaxes(1, 2)
     packed = packed.reshape(-1, kv_heads, rows_each * group, head_dim)
     if sinks is not None:
@@ -88,7 +89,7 @@ def _fill(
         x = x.reshape(-1, kv_heads, rows_each, group, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(-1, rows_each, heads, *x.shape[4:])
 
-    out = out.at[at].set(unpack(seen), mode="drop")
+    out = scatter(out, at, unpack(seen))
     if lse is not None and denominators is not None:
-        lse = lse.at[at].set(unpack(denominators), mode="drop")
+        lse = scatter(lse, at, unpack(denominators))
     return out, lse

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.indexing import scatter
 from pallas_kernels.pages import KVPages, take_blocks
 from pallas_kernels.storage import quantise, to_storage
 from pallas_kernels.tiles import arange
@@ -91,8 +92,8 @@ def _cut_runs(block: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array, jax.A
     begins = (block > 0) & ((block != before) | (token % chunk == 0))
     run = jnp.cumsum(begins, dtype=jnp.int32)  # runs up to and with this token
     at = jnp.where(begins, run - 1, rows + 1)
-    run_first = jnp.full(rows + 1, rows, jnp.int32).at[at].set(token, mode="drop")
-    run_block = jnp.zeros(rows, jnp.int32).at[at].set(block, mode="drop")
+    run_first = scatter(jnp.full(rows + 1, rows, jnp.int32), at, token)
+    run_block = scatter(jnp.zeros(rows, jnp.int32), at, block)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), run[chunk - 1 :: chunk]]), run_block, run_first
 
 

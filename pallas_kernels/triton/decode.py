@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.indexing import gather
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tiles import arange, ceil_div
@@ -77,7 +78,7 @@ def cut_items(lengths: jax.Array, columns: int, spec: AttentionSpec, geometry: G
     sequence = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
 
     def of_sequence(x: jax.Array) -> jax.Array:
-        return x.at[sequence].get(mode="fill", fill_value=0)
+        return gather(x, sequence)
 
     first = of_sequence(begin) + (item - of_sequence(offsets[:-1])) * each * span
     end = jnp.minimum(first + each * span, of_sequence(lengths))

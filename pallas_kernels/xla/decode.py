@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.indexing import gather
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla.tiles import MASKED, Softmax, attend_tile, ceil_div, fetch, pages_spanned, product_dtype
@@ -97,15 +98,15 @@ def decode_attention(
         live = slot < end[:, None]
         if spec.window is None:
             first = None
-            ids = tables.at[row * spans_per_row + index].get(mode="promise_in_bounds")
+            ids = gather(tables, row * spans_per_row + index, mode="promise_in_bounds")
         else:
             first = end - spec.window  # may be negative
             live &= slot >= first[:, None]
             page = first_page[row] + index * pages_each
             page = page[:, None] + jnp.arange(pages_each, dtype=jnp.int32)
-            ids = block_tables.at[row[:, None], page].get(mode="fill", fill_value=0)
+            ids = gather(block_tables, (row[:, None], page))
         fetched = fetch(pages, ids, first, end, key_dtype, jnp.dtype(jnp.float32))
-        part = attend_tile(queries.at[row].get(mode="clip"), fetched, live[:, None, None, :], spec)
+        part = attend_tile(gather(queries, row, mode="clip"), fetched, live[:, None, None, :], spec)
 
         # Merge items of one sequence. `mine[s, w]`: item w belongs to the tile's s-th sequence. Selected, not
         # multiplied by zeros and ones: a NaN in one sequence must not reach another.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import QUANTISED
+from pallas_kernels.indexing import gather
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.storage import from_storage
@@ -91,7 +92,7 @@ def fetch_slots(pool: jax.Array, block_ids: jax.Array, first: jax.Array | None, 
     """
     blocks, kv_heads, block_size, head_dim = pool.shape
     rows = block_ids[..., None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    tile = pool.reshape(blocks * kv_heads, block_size * head_dim).at[rows].get(mode="promise_in_bounds")
+    tile = gather(pool.reshape(blocks * kv_heads, block_size * head_dim), rows, mode="promise_in_bounds")
     page = jnp.arange(block_ids.shape[-1], dtype=jnp.int32)
     element = jnp.arange(block_size * head_dim, dtype=jnp.int32)
 
