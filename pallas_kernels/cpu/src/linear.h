@@ -221,12 +221,16 @@ inline float quantize_row(uint8_t* out, const float* x, int64_t n) {
   return top / 127.0f;
 }
 
+// out [kPanel] += in [kPanel]
+inline void add_panel(float* out, const float* in) {
+  for (int64_t c = 0; c < kPanel; c += W) store(out + c, load_as<vf>(out + c) + load_as<vf>(in + c));
+}
+
 template <class S>
 void add_bias(const Linear& a, float* sums, int64_t rows, int64_t column, int64_t n) {
-  const auto* bias = static_cast<const typename S::T*>(a.bias) + column;
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t c = 0; c < n; ++c) sums[i * kPanel + c] += S::get(bias[c]);
-  }
+  alignas(64) float bias[kPanel] = {};
+  load_floats<S>(bias, static_cast<const typename S::T*>(a.bias) + column, n);
+  for (int64_t i = 0; i < rows; ++i) add_panel(sums + i * kPanel, bias);
 }
 
 // Bias, gate, residual, and the change of type, for some rows of one panel. sums, ups f32[rows][kPanel].
@@ -253,10 +257,10 @@ void finish_rows(const Linear& a, int64_t row, int64_t rows, int64_t column, flo
     if (a.residual) {  // added to what is stored, so that it makes no difference who adds it
       const int64_t at = (row + i) * a.n + column;
       auto* y = static_cast<typename Y::T*>(a.y[0]) + at;
-      alignas(64) float other[kPanel];
+      alignas(64) float other[kPanel] = {};
       load_floats<Y>(line, y, n);
       load_floats<Y>(other, static_cast<const typename Y::T*>(a.residual) + at, n);
-      for (int64_t c = 0; c < n; ++c) line[c] += other[c];
+      add_panel(line, other);
       store_as<Y>(y, line, n);
     }
   }

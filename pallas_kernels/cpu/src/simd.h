@@ -11,6 +11,7 @@ constexpr int W = 4;
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int8_t vb __attribute__((vector_size(W)));
 
@@ -151,14 +152,20 @@ inline vf load_part(const typename S::T* p, int64_t n) {
 template <class S>
 inline void store_as(typename S::T* out, const float* in, int64_t n) {
   int64_t i = 0;
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<S, BF16>) {
+  if constexpr (std::is_same_v<S, F32>) {
+    for (; i + W <= n; i += W) store(out + i, load_as<vf>(in + i));
+  } else if constexpr (std::is_same_v<S, BF16>) {
     for (; i + W <= n; i += W) {
-      __m256bh half = _mm512_cvtneps_pbh(load_as<__m512>(in + i));
+#if defined(__AVX512BF16__)
+      const __m256bh half = _mm512_cvtneps_pbh(load_as<__m512>(in + i));
+#else
+      const vf x = load_as<vf>(in + i);
+      const vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+      const vh half = __builtin_convertvector(x == x ? rounded : bits >> 16 | 0x40, vh);  // as `BF16::put` does
+#endif
       std::memcpy(out + i, &half, sizeof(half));
     }
   }
-#endif
   for (; i < n; ++i) out[i] = S::put(in[i]);
 }
 
