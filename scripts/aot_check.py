@@ -5,7 +5,7 @@
     python scripts/aot_check.py h200 --smoke   # the least of it, in seconds
     python scripts/aot_check.py h200 --triton  # instead: registers, spills, tensor-core instructions of the GPU kernels
 
-The compilers come with `pip install '.[tpu]'` and `pip install '.[cuda-compiler]'`, in an environment each. Checked
+The compilers come with `pip install '.[tpu,cuda-compiler]'`, in an environment of their own. Checked
 are, of every program: it compiles; the pool is updated in place (aliased); nothing of the size of the pool or of a
 weight is copied; temporaries take less than 5 % of the pool; our kernels are called.
 Of several chips, numbers are those of each.

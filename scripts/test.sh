@@ -38,28 +38,26 @@ make_env .venv '.[test]' "$python"
 whole=false
 if ! $fast && ((${#arguments[@]} == 0)); then whole=true; fi
 
-# check_ahead READY EXTRA TARGET REASON OPTION...: compiles a few programs for a machine that is not here, or says why not.
+# check_ahead TARGET OPTION...: compiles a few programs for a machine that is not here.
 check_ahead() {
-    if $1; then
-        heading "compiled for $3"
-        ".venv-$2/bin/python" scripts/aot_check.py "$3" --smoke "${@:5}"
-    else
-        heading "compiled for $3: left out, for $4"
-    fi
+    heading "compiled for $1"
+    .venv-compilers/bin/python scripts/aot_check.py "$1" --smoke "${@:2}"
 }
 
-# Its compilers take one core for minutes, so they work beside what follows; what they say is shown when that is done.
+# The compilers take one core for minutes, so they work beside what follows; what they say is shown when that is done.
 if $whole; then
-    tpu=true cuda=true
+    said=$(mktemp) compilers=true
     # They need no kernels for this machine, so no compiler is offered to the installation.
-    CC=none CXX=none make_env .venv-tpu '.[tpu]' "$python" || tpu=false
-    CC=none CXX=none make_env .venv-cuda '.[cuda-compiler]' "$python" || cuda=false
-    said=$(mktemp)
+    CC=none CXX=none make_env .venv-compilers '.[tpu,cuda-compiler]' "$python" || compilers=false
     set -m # in a group of processes of its own, which can be ended as one
     {
-        check_ahead $tpu tpu v5e "the compiler could not be installed"
-        check_ahead $cuda cuda h200 "the compiler could not be installed"
-        check_ahead $cuda cuda h200 "the compiler could not be installed" --triton
+        if $compilers; then
+            check_ahead v5e
+            check_ahead h200
+            check_ahead h200 --triton
+        else
+            heading "compiled for a TPU and a GPU: left out, for the compilers could not be installed"
+        fi
     } >"$said" 2>&1 &
     ahead=$!
     set +m

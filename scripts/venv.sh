@@ -35,7 +35,7 @@ make_env() {
         return 0
     fi
     echo "Installing jpaged and what it needs into $folder (a minute or two the first time) ..."
-    if ! output=$("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+    if ! output=$("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
         --editable "$requirement" </dev/null 2>&1); then
         printf '%s\n' "$output" "error: the installation failed; pip's own words are above." \
             "Is this machine online?" >&2
