@@ -63,23 +63,29 @@ def run_step(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} must be at least 1, got {given[name]}")
     steps = given.get("decode_steps", EngineConfig.decode_steps)
     room = 1 + DISPATCHES * steps
-    chosen = {"max_num_seqs": batch, "max_model_len": max(context, prompt) + room} | pick(given, ENGINE)
-    chosen["max_num_batched_tokens"] = max(chosen.get("max_num_batched_tokens", 0), prompt, batch)
-    llm = LLM(options.model, **chosen | {"enable_prefix_caching": False})
-    if max(context, prompt) + 1 > llm.config.max_model_len or batch > llm.config.max_num_seqs:
+    needed = {
+        "max_num_seqs": batch,
+        "max_model_len": max(context, prompt) + room,
+        "max_num_batched_tokens": max(prompt, batch),
+    }
+    llm = LLM(options.model, **needed | pick(given, ENGINE) | {"enable_prefix_caching": False})
+    config = llm.config
+    fits = max(context, prompt) < config.max_model_len and prompt <= config.max_num_batched_tokens
+    if batch > config.max_num_seqs or not fits:
         raise ValueError(
             f"steps of {batch} sequences of {context} tokens and a prompt of {prompt} are more than the engine takes: "
-            f"max_num_seqs is {llm.config.max_num_seqs}, max_model_len {llm.config.max_model_len}"
+            f"max_num_seqs is {config.max_num_seqs}, max_model_len {config.max_model_len}, "
+            f"max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     found: dict[str, Any] = time_steps(llm, batch, context, prompt, turns)
     if "breakdown" in given:
         limits = measure_limits(llm.loaded)
         found |= limits
         # The whole step is timed while the context grows: its parts at the middle.
-        middle = min(context + room // 2, llm.config.max_model_len)
+        middle = min(context + room // 2, config.max_model_len)
         shapes = {"decode": StepShape([1] * batch, [middle] * batch), "prefill": StepShape([prompt], [prompt])}
         for name, shape in shapes.items():
-            found[f"{name}_parts"] = time_parts(make_parts(llm.loaded, llm.config, shape), turns)
+            found[f"{name}_parts"] = time_parts(make_parts(llm.loaded, config, shape), turns)
     print(format_steps(found, options))
     if "output_json" in given:
         save_json(options.output_json, found)

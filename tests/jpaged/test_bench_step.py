@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 from jpaged_models import pack_model
 from tiny import tiny_config, tiny_model
 
-from jpaged import LLM
+from jpaged import LLM, cli
+from jpaged.bench import step
 from jpaged.bench.parts import StepShape, make_batch, make_parts
 from jpaged.bench.step import format_steps, measure_limits, time_decode, time_parts
 from pallas_kernels import available_backends
@@ -66,3 +69,17 @@ def test_a_decode_step_is_timed_where_all_decode() -> None:
     llm = LLM(tiny_model(), max_model_len=96, max_num_seqs=4, num_blocks=33, warm_up=False, progress=False)
     assert 0 < time_decode(llm, [[5, 6, 7]] * 4) < 60
     assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("limit", ["--max-num-batched-tokens", "--max-num-seqs", "--max-model-len"])
+def test_steps_larger_than_the_engine_takes_are_refused(limit: str, monkeypatch, capsys) -> None:
+    """What the user says counts; nothing is raised behind his back."""
+
+    def make(model: str, **given: int) -> SimpleNamespace:
+        del given["enable_prefix_caching"]
+        return SimpleNamespace(config=SimpleNamespace(**given))
+
+    monkeypatch.setattr(step, "LLM", make)
+    sizes = ["--batch-size", "40", "--context-len", "100", "--input-len", "64"]
+    assert cli.main(["bench", "step", "--model", "m", *sizes, limit, "39"]) == 1
+    assert f"{limit[2:].replace('-', '_')} 39" in capsys.readouterr().err.replace("is 39", "39")
