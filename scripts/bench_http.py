@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stream-interval", type=int, default=1, help="as of `jpaged serve` (default: 1)")
     args = parser.parse_args()
     llm = LLM(args.model, dtype=args.dtype, max_model_len=args.max_model_len, progress=sys.stderr.isatty())
     rows = []
@@ -72,7 +73,7 @@ def run_alone(llm: LLM, asks: list[Ask]) -> float:
 def run_served(llm: LLM, args, seed: int) -> float:
     """Output tokens a second that `jpaged bench serve` sees."""
     llm.reset_prefix_cache()
-    service = make_service(llm, ServerSettings(("model",)))
+    service = make_service(llm, ServerSettings(("model",), stream_interval=args.stream_interval))
     bound = open_socket("127.0.0.1", 0)
     client: list[subprocess.Popen] = []
 
