@@ -99,14 +99,12 @@ def advance_beams(
     parent_slot = slots[source]
     on, over = seats(~end, going_rank), seats(end, rank)
     bits = lax.bitcast_convert_type(best, jnp.int32)
-    records = jnp.full((num_rows, RECORD), -1, jnp.int32)
-    records = records.at[on, :3].set(jnp.stack([parent_slot, token, bits], axis=1), mode="drop")
-    records = records.at[over, 3:].set(jnp.stack([parent_slot, token, bits], axis=1), mode="drop")
+    record, none = jnp.stack([parent_slot, token, bits], axis=1), jnp.full((num_rows, RECORD // 2), -1, jnp.int32)
     return Advance(
         tokens=scatter(jnp.full(num_rows, -1, jnp.int32), on, token),
         scores=scatter(score, on, best),
         parents=scatter(slots, on, parent_slot),
-        records=records,
+        records=jnp.concatenate([scatter(none, on, record), scatter(none, over, record)], axis=1),
     )
 
 

@@ -1,7 +1,7 @@
 """Machines that are not here: compile for them with their real compilers, and read what the compilers say.
 
-A TPU's compiler comes with the `libtpu` wheel (the extra "tpu"), a GPU's with jax's CUDA plugin (the extra "cuda"),
-each in an environment of its own, because both look for their device when JAX starts. `prepare` is called before that.
+A TPU's compiler comes with the `libtpu` wheel (the extra "tpu"), a GPU's with jax's CUDA plugin ("cuda-compiler"), both
+in an environment of their own, because they look for their devices when JAX starts. `prepare` is called before that.
 """
 
 from __future__ import annotations

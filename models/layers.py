@@ -1,6 +1,7 @@
 """The layers everything is made of. Weights are ``[out, in]``, as checkpoints store them; sums are in float32."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,14 +67,10 @@ def take_rows(table: jax.Array, ids: jax.Array, vocab: int, features: int, dtype
     """
     if is_packed(table):
         return cpu_linear.take_rows(table, ids, vocab, features, dtype)
+    take = partial(gather, mode="clip")
     if table.dtype != jnp.bfloat16:
-        return gather(table, ids, mode="clip")
-    return lax.platform_dependent(
-        table,
-        ids,
-        cpu=_take_rows_as_bits,
-        default=lambda table, ids: gather(table, ids, mode="clip"),
-    )
+        return take(table, ids)
+    return lax.platform_dependent(table, ids, cpu=_take_rows_as_bits, default=take)
 
 
 def take_split_rows(table: jax.Array, ids: jax.Array, vocab: int, axis: str) -> jax.Array:

@@ -1,7 +1,7 @@
 """Gathers and scatters that say what becomes of an index out of range: nothing is read there, nothing written.
 
 A negative index is out of range as well. `x[i]` and `x.at[i]` take it for one from the end, which is a comparison, an
-addition and a selection for each array of indices: a seventh of the instructions of an engine's step.
+addition and a selection for each array of indices: without them an engine's step has a tenth fewer instructions.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> A
 def split_chunks(data: bytes) -> tuple[bytes, bytes, bool]:
     """Of a chunked body (RFC 9112, 7.1): what its whole chunks hold, the bytes after them, whether the last was there.
 
-    All that came at once is one piece: a stream's events are small, and each wait for more costs as much as ten.
+    All that came at once is one piece, so that the small events of a stream are read with few waits.
     """
     held, at = [], 0
     while (line := data.find(b"\r\n", at)) >= 0:

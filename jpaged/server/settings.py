@@ -47,13 +47,11 @@ class ServerSettings:
             raise ValueError(f"served_model_names must hold at least one name, got {self.served_model_names!r}")
         if not all(self.api_keys):
             raise ValueError("api_keys must not hold an empty key")
-        for name in ("max_request_bytes", "write_timeout"):
+        for name in ("max_request_bytes", "stream_interval", "write_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
-        if self.stream_interval < 1:
-            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval!r}")
         for name in ("max_queue_len", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")

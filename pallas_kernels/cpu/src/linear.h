@@ -270,7 +270,7 @@ template <class S, class Step, class Y>
 void linear_of(const Linear& a, const Pool& pool) {
   using T = typename S::T;
   constexpr bool quantized = std::is_same_v<Step, StepI8>;
-  constexpr bool widened = std::is_same_v<S, BF16> && Step::X == 8;
+  constexpr bool widened = Step::X == 8, converted = quantized || widened;
   constexpr int64_t per_step = quantized ? 4 : 4 / sizeof(T);
   const int64_t steps = (a.k + per_step - 1) / per_step;
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
@@ -282,18 +282,18 @@ void linear_of(const Linear& a, const Pool& pool) {
   std::unique_ptr<char[]> rows;
   std::unique_ptr<float[]> scales;
   const int64_t stride = steps * Step::X;
-  if (quantized || widened || a.norm || a.k % per_step) {
+  if (converted || a.norm || a.k % per_step) {
     rows.reset(new char[a.live * stride]);
     if (quantized) scales.reset(new float[a.live * groups_of_x]);
     const int64_t chunk = 8;
     pool.run((a.live + chunk - 1) / chunk, [&](int64_t i, int64_t) {
-      std::unique_ptr<T[]> scaled((quantized || widened) && a.norm ? new T[a.k] : nullptr);
+      std::unique_ptr<T[]> scaled(converted && a.norm ? new T[a.k] : nullptr);
       std::unique_ptr<float[]> floats(quantized ? new float[a.k] : nullptr);
       for (int64_t r = i * chunk; r < std::min(a.live, (i + 1) * chunk); ++r) {
         char* to = rows.get() + r * stride;
         const T* from = static_cast<const T*>(a.x) + r * a.k;
         if (a.norm) {
-          T* norm_to = quantized || widened ? scaled.get() : reinterpret_cast<T*>(to);
+          T* norm_to = converted ? scaled.get() : reinterpret_cast<T*>(to);
           normalize_row<S>(norm_to, from, static_cast<const T*>(a.norm), a.k, a.eps);
           from = norm_to;
         }
