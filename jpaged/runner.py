@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +23,8 @@ from jpaged_models import (
     describe_backend,
     pack_model,
     pick_linear_backend,
-    release_free_memory,
     repeat_kv_heads,
+    settle_memory,
 )
 
 from jpaged.audit import AllocatorError, audit, check
@@ -222,23 +222,20 @@ class Runner:
         Calls on_program(name), from any thread, when a program is ready.
         """
 
-        def compile_one(name: str, layout: PlanLayout, program: Program) -> None:
-            program.lower(self.params, self.state, pack_plan(Schedule(), layout)).compile()
+        def compile_one(name: str, lowered: jax.stages.Lowered) -> None:
+            lowered.compile()
             if on_program:
                 on_program(name)
-
-        def compile_copies() -> None:
-            state, names = self.state, np.zeros(COPIED_AT_ONCE, np.int32)
-            self.programs.save_blocks.lower(state.cache, state.tables, state.named, self._padded_places()).compile()
-            load = self.programs.load_blocks
-            load.lower(state.cache, state.pool, state.named, names, self.content_shapes).compile()
 
         # Largest first: the last one to finish should be a short one.
         todo = [(f"mixed {size}", *each) for size, each in reversed(self.programs.mixed.items())]
         todo += [(f"decode {size}", *each) for size, each in reversed(self.programs.decode.items())]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
-            jobs = [pool.submit(compile_one, *each) for each in todo]
-            jobs += [pool.submit(compile_copies)] if self.store.in_use else []
+            # Traced here, one after the other: that is Python, and threads of it would only wait for each other.
+            jobs: list[Future[Any]] = [pool.submit(lowered.compile) for lowered in self._lower_small()]
+            for name, layout, program in todo:
+                lowered = program.lower(self.params, self.state, pack_plan(Schedule(), layout))
+                jobs.append(pool.submit(compile_one, name, lowered))
             for done in jobs:
                 done.result()
         # XLA:CPU prepares the parts of a program when they first run, so each is run once: on a request of one token
@@ -259,7 +256,24 @@ class Runner:
         self.audit()
         if self.store.in_use:
             self._copy_nothing()
-        release_free_memory()
+        settle_memory()
+
+    def _lower_small(self) -> list[jax.stages.Lowered]:
+        """The programs that run between steps, traced."""
+        programs, state, row = self.programs, self.state, empty_row(self.vocab_size, self.config)
+        small = [
+            programs.write_controls.lower(state.controls, np.int32(0), row),
+            programs.write_masks.lower(state.controls, *self._padded_masks([0], [row.mask])),
+            programs.count_blocks.lower(state.pool, state.tables, state.named),
+            programs.audit.lower(state.pool, state.tables, state.named.held),
+        ]
+        if self.store.in_use:
+            names = np.zeros(COPIED_AT_ONCE, np.int32)
+            small += [
+                programs.save_blocks.lower(state.cache, state.tables, state.named, self._padded_places()),
+                programs.load_blocks.lower(state.cache, state.pool, state.named, names, self.content_shapes),
+            ]
+        return small
 
     def wait_for_saves(self) -> None:
         """Wait until every block on its way to the host has arrived."""
@@ -286,12 +300,9 @@ class Runner:
     def write_masks(self, slots: list[int], masks: list[np.ndarray]) -> None:
         """Write masks i32[W] of allowed tokens, MASKS_AT_ONCE in one dispatch."""
         for start in range(0, len(slots), MASKS_AT_ONCE):
-            some, count = slice(start, start + MASKS_AT_ONCE), len(slots[start : start + MASKS_AT_ONCE])
-            places = np.full(MASKS_AT_ONCE, self.config.max_num_seqs, np.int32)  # one past the last: left out
-            places[:count] = slots[some]
-            words = np.zeros((MASKS_AT_ONCE, len(masks[0])), np.int32)
-            words[:count] = masks[some]
-            controls = self.programs.write_masks(self.state.controls, places, words)
+            some = slice(start, start + MASKS_AT_ONCE)
+            padded = self._padded_masks(slots[some], masks[some])
+            controls = self.programs.write_masks(self.state.controls, *padded)
             self.state = self.state._replace(controls=controls)
 
     def count_blocks(self) -> BlockCounts:
@@ -369,6 +380,13 @@ class Runner:
         places = np.zeros((3, COPIED_AT_ONCE), np.int32)
         places[0] = self.config.max_num_seqs
         return places
+
+    def _padded_masks(self, slots: list[int], masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        places = np.full(MASKS_AT_ONCE, self.config.max_num_seqs, np.int32)  # one past the last: left out
+        places[: len(slots)] = slots
+        words = np.zeros((MASKS_AT_ONCE, -(-self.vocab_size // 32)), np.int32)
+        words[: len(slots)] = masks
+        return places, words
 
     def _write_controls(self, slot: int, row: Controls) -> None:
         controls = self.programs.write_controls(self.state.controls, np.int32(slot), row)

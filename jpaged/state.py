@@ -60,7 +60,7 @@ def init_state(
             left=jnp.zeros(slots, jnp.int32),
             stop_ids=jnp.full((slots, config.max_stop_ids), -1, jnp.int32),
         ),
-        jax.tree.map(jnp.asarray, init_controls(model.vocab_size, config)),
+        jax.device_put(init_controls(model.vocab_size, config)),  # jnp.asarray would compile a copy for each
     )
 
 

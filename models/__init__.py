@@ -1,6 +1,6 @@
 """Flax decoders, checkpoint loading and tokenizers (installed as jpaged_models)."""
 
-from pallas_kernels import available_backends, describe_backend, release_free_memory
+from pallas_kernels import available_backends, describe_backend, settle_memory
 
 from .cache_blocks import copy_cache_blocks, read_cache_blocks, read_sequence, write_cache_blocks
 from .config import ModelConfig
@@ -59,9 +59,9 @@ __all__ = [
     "random_model",
     "read_cache_blocks",
     "read_sequence",
-    "release_free_memory",
     "repeat_kv_heads",
     "save_checkpoint",
+    "settle_memory",
     "split_of",
     "whole_shapes",
     "write_cache_blocks",

@@ -20,6 +20,7 @@ from .errors import CheckpointError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_VALUES_AT_ONCE = 1 << 17  # less than the C library takes from the system each time
 
 
 class StoredTensor(NamedTuple):
@@ -62,9 +63,23 @@ class GgufFile:
         if stored.kind == gguf.GGMLQuantizationType.F16:
             return raw.view(np.float16).reshape(stored.shape)
         try:
-            return dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
+            return _dequantize(raw.reshape(math.prod(stored.shape[:-1]), -1), stored).reshape(stored.shape)
         except NotImplementedError as error:
             raise CheckpointError(f"{self.path}: {name!r} has type {stored.kind.name}: {error}") from error
+
+
+def _dequantize(raw: np.ndarray, stored: StoredTensor) -> np.ndarray:
+    """f32[R, C] of raw u8[R, bytes of a row].
+
+    ``dequantize`` goes by 16 rows, where numpy spends its time on calls; as many rows as here, given as one, take a
+    fifth of the time.
+    """
+    values = np.empty((len(raw), stored.shape[-1]), np.float32)
+    at_once = max(1, _VALUES_AT_ONCE // stored.shape[-1])
+    for start in range(0, len(raw), at_once):
+        rows = slice(start, start + at_once)
+        values[rows] = dequantize(raw[rows].reshape(1, -1), stored.kind).reshape(-1, stored.shape[-1])
+    return values
 
 
 class _Cursor:

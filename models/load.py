@@ -1,6 +1,7 @@
 """One call from a name to a model: a Hugging Face folder or hub id, a GGUF file, or our own checkpoint."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -141,10 +142,10 @@ def _load_folder(folder: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Me
 def _load_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Mesh | None) -> LoadedModel:
     file = GgufFile(path)
     config = gguf_config(file)
-    if tokenizer is None:
-        tokenizer = gguf_tokenizer(file.metadata)
-    graphdef, params = load_params(config, GgufSource(file, config), dtype, mesh=mesh)
-    return LoadedModel(config, graphdef, params, tokenizer, gguf_generation(file), mesh=mesh)
+    with ThreadPoolExecutor(1) as pool:  # a vocabulary takes as long as the weights of a small model
+        given = pool.submit(lambda: gguf_tokenizer(file.metadata) if tokenizer is None else tokenizer)
+        graphdef, params = load_params(config, GgufSource(file, config), dtype, mesh=mesh)
+    return LoadedModel(config, graphdef, params, given.result(), gguf_generation(file), mesh=mesh)
 
 
 def _load_orbax(folder: Path, dtype: str, tokenizer: Tokenizer | None, mesh: Mesh | None) -> LoadedModel:

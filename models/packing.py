@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels import available_backends
 from pallas_kernels.cpu.library import require_library
 from pallas_kernels.cpu.linear import pack_weight, quantize_weight
 
+from .ahead import map_ahead
 from .layers import Linear, is_packed
 from .load import LoadedModel
 from .params import abstract_decoder
@@ -60,7 +62,7 @@ def pack_model(
     has rows of activations rounded likewise when they are multiplied (Dettmers et al., 2022, "LLM.int8()", section 2,
     vector-wise quantisation).
     ``stacked``: put equal neighbours among the layers in runs (see runs.py).
-    ``consume``: empty the given model on the way, so that no more than one matrix exists twice at a time.
+    ``consume``: empty the given model on the way, so that no more than a few matrices exist twice at a time.
     Raises ValueError for another quantization, or where one is asked for and the model was packed without it.
     """
     check_quantization(quantization, "cpu")
@@ -69,22 +71,22 @@ def pack_model(
             raise ValueError(f"quantization {quantization!r} is asked for, but the model was packed without it")
         return loaded
     pack = _packer(quantization)
-    decoder = abstract_decoder(loaded.config, loaded.dtype)
+    runs = find_runs(loaded.config, stacked)
+    decoder = abstract_decoder(loaded.config, loaded.dtype, runs)
     gated = {"embedding": False}
     for path, module in nnx.iter_modules(decoder):
         if isinstance(module, Linear):
             gated[".".join(map(str, (*path, "weight")))] = module.gated
     source = loaded.params if consume else dict(loaded.params)
 
-    def take(name: str) -> np.ndarray:
-        array = source.pop(name)
+    def take(name: str, part: str) -> np.ndarray:
+        array = source.pop(part)
         return pack(array, gated=gated[name]) if name in gated else np.asarray(array)
 
-    runs = find_runs(loaded.config, stacked)
-    graphdef = nnx.graphdef(abstract_decoder(loaded.config, loaded.dtype, runs))
-    names = _names_in_runs(list(source), runs)
-    packed = {name: jax.device_put(_stack(take, parts), may_alias=True) for name, parts in names.items()}
-    return dataclasses.replace(loaded, graphdef=graphdef, params=packed, runs=runs)
+    packed = {}
+    for name, parts in _names_in_runs(list(source), runs).items():
+        packed[name] = jax.device_put(_stack(partial(take, name), parts), may_alias=True)
+    return dataclasses.replace(loaded, graphdef=nnx.graphdef(decoder), params=packed, runs=runs)
 
 
 def _names_in_runs(names: Sequence[str], runs: Sequence[int]) -> dict[str, list[str]]:
@@ -106,15 +108,16 @@ def _layer_of(name: str) -> int:
 
 def _stack(take: Callable[[str], np.ndarray], names: Sequence[str]) -> np.ndarray:
     """What ``take`` gives for each name, in one array that a device can have without another copy."""
-    first = take(names[0])
+    arrays = map_ahead(take, names)
+    first = next(arrays)
     shape = first.shape if len(names) == 1 else (len(names), *first.shape)
     memory = np.empty(math.prod(shape) * first.dtype.itemsize + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     stacked = memory[start : len(memory) - ALIGNMENT + start].view(first.dtype).reshape(len(names), *first.shape)
     stacked[0] = first
     del first
-    for place, name in enumerate(names[1:], 1):
-        stacked[place] = take(name)
+    for place, array in enumerate(arrays, 1):
+        stacked[place] = array
     return stacked.reshape(shape)
 
 

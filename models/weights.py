@@ -1,8 +1,8 @@
 """From named Hugging Face tensors, wherever they are read from, to this decoder's parameters.
 
-A source hands out one tensor at a time; each parameter is assembled in a host buffer of its own (q/k/v and gate/up
-fused, ``[out, in]`` as stored), put on the device and dropped. So the peak of host memory is the
-parameters plus about two tensors, not two copies of the model.
+Each parameter is assembled in a host buffer of its own (q/k/v and gate/up fused, ``[out, in]`` as stored), a few at a
+time, put on the device and dropped. So the peak of host memory is the parameters plus a few tensors, not two copies of
+the model.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from .ahead import map_ahead
 from .config import ModelConfig
 from .errors import CheckpointError
 from .params import param_shapes
@@ -24,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """Named tensors under their Hugging Face names, read one at a time."""
+    """Named tensors under their Hugging Face names, which several threads may read."""
 
     def shapes(self) -> dict[str, Shape]: ...
 
@@ -118,15 +119,15 @@ def load_params(
     target = resolve_dtype(dtype, config.dtype or source.stored_dtype())
     made = recipes(config)
     check_tensors(config, made, source)
-    _, shapes = param_shapes(config, target)
+    graphdef, shapes = param_shapes(config, target)
     place = placer(config, mesh)
     params = {}
-    for name, leaf in shapes.items():
-        host = _assemble(made[name], source, leaf.shape, target)
+    arrays = map_ahead(lambda name: _assemble(made[name], source, shapes[name].shape, target), shapes)
+    for name, host in zip(shapes, arrays, strict=True):
         params[name] = place(name, host)
         params[name].block_until_ready()  # or the host buffers of many parameters would pile up
         del host
-    return param_shapes(config, target, split_of(mesh))[0], params
+    return graphdef if mesh is None else param_shapes(config, target, split_of(mesh))[0], params
 
 
 def check_tensors(config: ModelConfig, made: Mapping[str, Recipe], source: TensorSource) -> None:

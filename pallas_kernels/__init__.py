@@ -1,7 +1,7 @@
 """Paged attention: arrays in, arrays out. Knows pages and batches, nothing of models or requests."""
 
 from pallas_kernels.batch import PagedBatch, check_batch
-from pallas_kernels.cpu.library import release_free_memory
+from pallas_kernels.cpu.library import settle_memory
 from pallas_kernels.dispatch import (
     available_backends,
     copy_blocks,
@@ -26,9 +26,9 @@ __all__ = [
     "init_pages",
     "page_shapes",
     "paged_attention",
-    "release_free_memory",
     "rotate",
     "rotate_and_write",
+    "settle_memory",
     "storage_dtype",
     "write_kv",
 ]

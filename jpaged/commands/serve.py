@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     given = vars(options)
+    gc.disable()  # until the server has started: what loading and tracing make stays, looking it through takes a second
     # Imported here: the server's packages are an extra, and no other command should wait for them.
     try:
         from jpaged.server.serving import Listener, open_socket, serve

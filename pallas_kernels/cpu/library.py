@@ -41,14 +41,15 @@ def xla_interface() -> tuple[int, int]:
 def load_library() -> ctypes.CDLL | None:
     """The library with its targets registered, or None if none fits (no C++ compiler at installation).
 
-    From then on malloc has one arena (glibc): 200 MB less for a server of a small model, and no slower.
+    From then on malloc has one arena (glibc): 200 MB less for a server of a small model, and no slower. See also
+    `settle_memory`.
     """
     file = find_library(Path(__file__).parent, xla_interface())
     if file is None:
         return None
     library = ctypes.CDLL(str(file))
     library.jpaged_cpu_set.restype = ctypes.c_char_p
-    library.jpaged_cpu_share_memory_among_threads()
+    library.jpaged_cpu_keep_memory_for_loading()
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
@@ -72,11 +73,12 @@ def make_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array
     return jax.ffi.ffi_call("jpaged_cpu_zeros", jax.ShapeDtypeStruct(shape, dtype))()
 
 
-def release_free_memory() -> None:
-    """Give the system the free memory that the C library keeps after loading and compiling, where it can."""
+def settle_memory() -> None:
+    """When loading and compiling are done: free memory goes back to the system, and what steps free is kept for the
+    next. Where the C library is not glibc, or there are no native kernels, nothing happens."""
     library = load_library()
     if library is not None:
-        library.jpaged_cpu_release_free_memory()
+        library.jpaged_cpu_keep_memory_for_steps()
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -400,19 +400,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_take_rows, take,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cpu_zeros, zero, ffi::Ffi::Bind().Ret<Any>());
 
-// Has the C library serve all threads from one arena, and large pieces by the system. With an arena for each thread, what
-// the threads that load programs leave behind is never used again.
-extern "C" void jpaged_cpu_share_memory_among_threads() {
+// How the C library keeps memory while a model is loaded and its programs are compiled: one arena for all threads, for
+// with one each, what the threads that load programs leave behind is never used again; large pieces from the system; and
+// of what is free at the end of the arena so much stays that not every array in turn is mapped and zeroed anew.
+extern "C" void jpaged_cpu_keep_memory_for_loading() {
 #if defined(__GLIBC__)
   mallopt(M_ARENA_MAX, 1);
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  mallopt(M_TRIM_THRESHOLD, 32 << 20);
 #endif
 }
 
-// Gives the system what free memory the C library keeps.
-extern "C" void jpaged_cpu_release_free_memory() {
+// Gives the system what free memory the C library keeps, and has it keep what steps free from now on: the next step asks
+// for the same, and mapping memory costs a step more than a twentieth of its time.
+extern "C" void jpaged_cpu_keep_memory_for_steps() {
 #if defined(__GLIBC__)
   malloc_trim(0);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 64 << 20);
 #endif
 }
 
