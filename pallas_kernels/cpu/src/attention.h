@@ -302,8 +302,8 @@ void multiply_into(int64_t steps, const float* x, int64_t x_stride, const float*
       }
     }
     const char* w = reinterpret_cast<const char*>(panel + c);
-    const char* near = w;  // nothing is fetched ahead but this
-    multiply_tile<StepF32, M>(steps, reinterpret_cast<const char*>(x), x_stride * 4, w, acc, near, steps);
+    const char* nothing = w;
+    multiply_tile<StepF32, M>(steps, reinterpret_cast<const char*>(x), x_stride * 4, w, acc, nothing, {0, 0});
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
       for (int j = 0; j < NV; ++j) store(out + i * stride + c + j * W, acc[i][j]);

@@ -6,12 +6,14 @@ constexpr int COLUMNS = NV * W;         // of a tile
 constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
 constexpr int64_t PASSES = kPanel / COLUMNS;  // of a tile over a panel
 constexpr int REGISTERS = W == 16 ? 32 : 16;
+constexpr int SHORT = W == 16 ? 4 : 8;  // steps without a branch, where a step is short
 
 // One step's product: X bytes of x, spread over all lanes, with NV vectors of weights. MOST: rows of a tile, such that
-// their accumulators, the weights and one vector of x fit in registers.
+// their accumulators, the weights and one vector of x fit in registers. BLOCK: steps without a branch, which takes a tenth
+// of the time of short ones or more.
 struct StepF32 {
   using V = vf;
-  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / NV;
+  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / NV, BLOCK = SHORT;
   static void load(const char* w, vf (&b)[NV]) {
     for (int j = 0; j < NV; ++j) b[j] = load_as<vf>(w + 4 * W * j);
   }
@@ -24,7 +26,7 @@ struct StepF32 {
 #if defined(__AVX512BF16__)
 struct StepBF16 {
   using V = vf;
-  static constexpr int X = 4, MOST = StepF32::MOST;
+  static constexpr int X = 4, MOST = StepF32::MOST, BLOCK = SHORT;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
     const __m512i a = _mm512_set1_epi32(load_as<int32_t>(x));
@@ -36,7 +38,7 @@ struct StepBF16 {
 // only NV times in a tile. One register holds the mask.
 struct StepBF16 {
   using V = vf;
-  static constexpr int X = 8, MOST = (REGISTERS - 2 * NV - 2) / NV;
+  static constexpr int X = 8, MOST = (REGISTERS - 2 * NV - 2) / NV, BLOCK = 1;
   static void load(const char* w, vf (&b)[NV]) { StepF32::load(w, b); }
   static void add(const char* x, const vf (&b)[NV], vf (&acc)[NV]) {
     const vf even = splat(load_as<float>(x)), odd = splat(load_as<float>(x + 4));
@@ -51,7 +53,7 @@ struct StepBF16 {
 // Weights are int8, x is uint8 (see `quantize_row`), sums are int32.
 struct StepI8 {
   using V = vi;
-  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / (2 * NV);  // sums of a group, and of all
+  static constexpr int X = 4, MOST = (REGISTERS - NV - 1) / (2 * NV), BLOCK = SHORT;  // sums of a group, and of all
   static void load(const char* w, vi (&b)[NV]) {
     for (int j = 0; j < NV; ++j) b[j] = load_as<vi>(w + 4 * W * j);
   }
@@ -83,35 +85,64 @@ struct StepI8 {
   }
 };
 
-// Memory is fetched ahead by the line, in bursts of FETCHED lines each `count_between` steps of a tile, so that the passes of
-// all tiles over one panel fetch another panel once. Fetching what is under way already would cost as much as a load.
-constexpr int64_t LINE = 64;
-constexpr int64_t FETCHED = std::max<int64_t>(1, STEP / LINE / PASSES);
-inline int64_t count_between(int64_t tiles) { return tiles * FETCHED * PASSES * LINE / STEP; }
+// Memory that is read later is fetched while tiles are multiplied, so many lines a block of steps, so many bytes apart:
+// no line twice if there are few tiles, for fetching what is under way already would cost as much as a load.
+struct Fetching {
+  int64_t lines, apart;
+};
+
+template <class Step>
+constexpr int64_t kFetched = Step::BLOCK * STEP / PASSES;  // bytes a block of steps, by one tile
+
+// Such that all passes of `tiles` tiles over one panel together fetch another one.
+template <class Step>
+inline Fetching share_fetching(int64_t tiles) {
+  const int64_t line = 64, lines = (kFetched<Step> + tiles * line - 1) / (tiles * line);
+  return {lines, (kFetched<Step> + tiles * lines - 1) / (tiles * lines)};
+}
+
+// Not by an initializer, which the compiler writes to memory first.
+template <class V, int M>
+inline void clear(V (&acc)[M][NV]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < NV; ++j) acc[i][j] = V{};
+  }
+}
+
+template <class Step, int M>
+inline __attribute__((always_inline)) void add_step(const char* x, int64_t stride, const char* w,
+                                                    typename Step::V (&acc)[M][NV]) {
+  typename Step::V b[NV];
+  Step::load(w, b);
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) Step::add(x + i * stride, b, acc[i]);
+}
 
 // acc [M][NV] += M rows of x (stride bytes apart) times one tile of a panel, over `steps`. Meanwhile fetches memory at
-// `ahead`, which is moved on, every `between` steps.
+// `ahead`, which is moved on.
 template <class Step, int M>
 inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w,
-                          typename Step::V (&acc)[M][NV], const char*& ahead, int64_t between) {
-  for (int64_t s = 0; s < steps;) {
-    for (int64_t i = 0; i < FETCHED; ++i, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
-    for (const int64_t until = std::min(steps, s + between); s < until; ++s) {
-      typename Step::V b[NV];
-      Step::load(w + s * STEP, b);
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) Step::add(x + i * stride + Step::X * s, b, acc[i]);
-    }
+                          typename Step::V (&acc)[M][NV], const char*& ahead, Fetching fetching) {
+  constexpr int BLOCK = Step::BLOCK;
+  const int64_t lines = kFetched<Step> == 64 ? 1 : fetching.lines;
+  int64_t s = 0;
+  for (; s + BLOCK <= steps; s += BLOCK) {
+    for (int64_t i = 0; i < lines; ++i, ahead += fetching.apart) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 8
+    for (int u = 0; u < BLOCK; ++u) add_step<Step, M>(x + Step::X * (s + u), stride, w + (s + u) * STEP, acc);
   }
+  for (; s < steps; ++s) add_step<Step, M>(x + Step::X * s, stride, w + s * STEP, acc);
 }
 
 // out [rows][kPanel] = rows of x times one panel.
 template <class Step, int M>
 void multiply_rows(int64_t steps, const char* x, int64_t stride, const float*, const char* panel, float* out,
-                   const char* ahead, int64_t between) {
+                   const char* ahead, Fetching fetching) {
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf acc[M][NV] = {};
-    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, between);
+    vf acc[M][NV];
+    clear(acc);
+    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, fetching);
     for (int i = 0; i < M; ++i) {
       for (int j = 0; j < NV; ++j) store(out + i * kPanel + c + j * W, acc[i][j]);
     }
@@ -123,7 +154,7 @@ inline int64_t count_groups(int64_t steps) { return (steps + kGroup - 1) / kGrou
 // The same for an int8 panel; scales [rows][groups] are those of x.
 template <int M>
 void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const float* scales, const char* panel, float* out,
-                        const char* ahead, int64_t between) {
+                        const char* ahead, Fetching fetching) {
   const int64_t groups = count_groups(steps);
   const char* units = panel + (groups + steps) * STEP;
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
@@ -134,7 +165,8 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
       vi acc[M][NV];
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
-      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead, between);
+      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead,
+                              fetching);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const vf scale = splat(scales[i * groups + g]);
@@ -150,7 +182,7 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
   }
 }
 
-using MultiplyRows = void (*)(int64_t, const char*, int64_t, const float*, const char*, float*, const char*, int64_t);
+using MultiplyRows = void (*)(int64_t, const char*, int64_t, const float*, const char*, float*, const char*, Fetching);
 
 template <class Step, int... M>
 MultiplyRows pick_rows(int rows, std::integer_sequence<int, M...>) {
@@ -332,6 +364,7 @@ void linear_of(const Linear& a, const Pool& pool) {
     const int64_t first = task % groups * group, last = std::min(panels, first + group);
     const int64_t row_begin = task / groups * part, row_end = std::min(a.live, row_begin + part);
     const int64_t tiles = (row_end - row_begin + Step::MOST - 1) / Step::MOST;
+    const Fetching fetching = share_fetching<Step>(tiles);
     for (int64_t p = first; p < last; ++p) {
       const char* panel = weight + p * halves * panel_bytes;
       // What this thread reads after this panel, fetched by all the tiles of this one in turn.
@@ -343,7 +376,7 @@ void linear_of(const Linear& a, const Pool& pool) {
         const MultiplyRows multiply = pick_rows<Step>(int(count));
         for (int64_t h = 0; h < halves; ++h) {
           multiply(steps, x + row * stride, stride, scales.get() + row * groups_of_x, panel + h * panel_bytes, sums[h],
-                   ahead + h * panel_bytes + t * panel_bytes / tiles, count_between(tiles));
+                   ahead + h * panel_bytes + t * panel_bytes / tiles, fetching);
         }
         finish_rows<S, Y>(a, row, count, p * kPanel, sums[0], a.gated ? sums[1] : nullptr);
         row += count;
