@@ -20,7 +20,7 @@ from pallas_kernels.cpu.library import instruction_sets
 HEADS = (3, 3, 64)  # KV heads, query heads of each, head size: SmolLM2's
 LAYERS = 8
 BATCHES, CONTEXTS = (8, 32), (64, 128, 256)
-SWAP_SIZES = (8, 256)
+SWAP_SIZES = (8, 32, 256)
 
 
 def fast_dtype() -> str:

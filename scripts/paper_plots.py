@@ -198,7 +198,7 @@ def draw_block_size(pyplot, tables: Tables):
     at = np.arange(len(rows))
     panels[0].axhspan(20, 26, color=PAPER, label="paper: 20 to 26 %")
     bars = panels[0].bar(at, [row["overhead %"] for row in rows], 0.6, color=OTHER, label="blocks of 16 over one block")
-    panels[0].bar_label(bars, fmt="%.0f", fontsize=8)
+    panels[0].bar_label(bars, fmt=lambda value: str(round(value)), fontsize=8)
     panels[0].axhline(0, color="#444", linewidth=0.8)
     panels[0].set_xticks(at, [f"{row['batch']}\nx {row['context']}" for row in rows], fontsize=8)
     panels[0].set_xlabel("sequences x tokens")
