@@ -23,8 +23,8 @@ python scripts/reproduce_paper.py --all
 ```
 
 which needs no model, no trace and no GPU. On {machine} with nothing else running, and no program compiled before, the
-figures took {minutes:.1f} minutes in all (Fig. 19 in a run of its own, the others in one; the machine's speed drifts: a run
-of all took a third longer on another day):
+figures took {minutes:.1f} minutes in all (Fig. 19 in a run of its own, the others in one; the machine's speed drifts: a
+run of all took a third longer on another day):
 
 {seconds}
 
