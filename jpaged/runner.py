@@ -227,12 +227,13 @@ class Runner:
             if on_program:
                 on_program(name)
 
+        row = empty_row(self.vocab_size, self.config)
         # Largest first: the last one to finish should be a short one.
         todo = [(f"mixed {size}", *each) for size, each in reversed(self.programs.mixed.items())]
         todo += [(f"decode {size}", *each) for size, each in reversed(self.programs.decode.items())]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
             # Traced here, one after the other: that is Python, and threads of it would only wait for each other.
-            jobs: list[Future[Any]] = [pool.submit(lowered.compile) for lowered in self._lower_small()]
+            jobs: list[Future[Any]] = [pool.submit(lowered.compile) for lowered in self._lower_small(row)]
             for name, layout, program in todo:
                 lowered = program.lower(self.params, self.state, pack_plan(Schedule(), layout))
                 jobs.append(pool.submit(compile_one, name, lowered))
@@ -249,7 +250,6 @@ class Runner:
                 step.decode, step.decode_slots = [one], np.zeros(1, np.int32)
             for schedule in (step, Schedule(release=[0])):
                 jax.block_until_ready(self._run(layout, program, schedule).result)
-        row = empty_row(self.vocab_size, self.config)
         self._write_controls(0, row)
         self.write_masks([0], [row.mask])
         self.count_blocks()
@@ -258,9 +258,9 @@ class Runner:
             self._copy_nothing()
         settle_memory()
 
-    def _lower_small(self) -> list[jax.stages.Lowered]:
-        """The programs that run between steps, traced."""
-        programs, state, row = self.programs, self.state, empty_row(self.vocab_size, self.config)
+    def _lower_small(self, row: Controls) -> list[jax.stages.Lowered]:
+        """The programs that run between steps, traced; `row`: some slot's controls."""
+        programs, state = self.programs, self.state
         small = [
             programs.write_controls.lower(state.controls, np.int32(0), row),
             programs.write_masks.lower(state.controls, *self._padded_masks([0], [row.mask])),
@@ -384,7 +384,7 @@ class Runner:
     def _padded_masks(self, slots: list[int], masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         places = np.full(MASKS_AT_ONCE, self.config.max_num_seqs, np.int32)  # one past the last: left out
         places[: len(slots)] = slots
-        words = np.zeros((MASKS_AT_ONCE, -(-self.vocab_size // 32)), np.int32)
+        words = np.zeros((MASKS_AT_ONCE, len(masks[0])), np.int32)
         words[: len(slots)] = masks
         return places, words
 

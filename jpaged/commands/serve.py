@@ -100,6 +100,7 @@ def run_serve(options: argparse.Namespace) -> None:
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
         def tell() -> None:
+            gc.enable()
             print(f"Serving {settings.served_model_names[0]} at {address} (API at {address}/v1)", flush=True)
 
         listener = Listener(

@@ -93,7 +93,6 @@ class Server(uvicorn.Server):
         # What loading and compiling made stays: a full collection that looks through it all stops every stream.
         gc.collect()
         gc.freeze()
-        gc.enable()
         self.service.engine.start()
         await super().startup(sockets)
         if self.started and self.on_ready is not None:

@@ -294,7 +294,8 @@ template <int M>
 void multiply_into(int64_t steps, const float* x, int64_t x_stride, const float* panel, const float* factor, float* out,
                    int64_t stride) {
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf acc[M][NV] = {};
+    vf acc[M][NV];
+    clear(acc);
     if (factor) {
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {

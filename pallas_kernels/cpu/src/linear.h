@@ -91,13 +91,14 @@ struct Fetching {
   int64_t lines, apart;
 };
 
+constexpr int64_t LINE = 64;
 template <class Step>
 constexpr int64_t kFetched = Step::BLOCK * STEP / PASSES;  // bytes a block of steps, by one tile
 
 // Such that all passes of `tiles` tiles over one panel together fetch another one.
 template <class Step>
 inline Fetching share_fetching(int64_t tiles) {
-  const int64_t line = 64, lines = (kFetched<Step> + tiles * line - 1) / (tiles * line);
+  const int64_t lines = (kFetched<Step> + tiles * LINE - 1) / (tiles * LINE);
   return {lines, (kFetched<Step> + tiles * lines - 1) / (tiles * lines)};
 }
 
@@ -125,7 +126,7 @@ template <class Step, int M>
 inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w,
                           typename Step::V (&acc)[M][NV], const char*& ahead, Fetching fetching) {
   constexpr int BLOCK = Step::BLOCK;
-  const int64_t lines = kFetched<Step> == 64 ? 1 : fetching.lines;
+  const int64_t lines = kFetched<Step> <= LINE ? 1 : fetching.lines;  // as `share_fetching` says, without a loop
   int64_t s = 0;
   for (; s + BLOCK <= steps; s += BLOCK) {
     for (int64_t i = 0; i < lines; ++i, ahead += fetching.apart) __builtin_prefetch(ahead, 0, 2);
@@ -158,15 +159,15 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
   const int64_t groups = count_groups(steps);
   const char* units = panel + (groups + steps) * STEP;
   for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf total[M][NV] = {};
+    vf total[M][NV];
+    clear(total);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * kGroup, count = std::min(kGroup, steps - first);
       const char* at = panel + g * (kGroup + 1) * STEP + 4 * c;
       vi acc[M][NV];
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
-      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead,
-                              fetching);
+      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead, fetching);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const vf scale = splat(scales[i * groups + g]);
