@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import fail
+
 TARGETS = (
     "jpaged_cpu_attention",
     "jpaged_cpu_write_kv",
@@ -79,6 +81,17 @@ def settle_memory() -> None:
     library = load_library()
     if library is not None:
         library.jpaged_cpu_keep_memory_for_steps()
+
+
+def panel_width(instruction_set: str = "") -> int:
+    """Outputs in a panel of a packed weight (see `linear`) for one of `instruction_sets()`, or the best ("").
+
+    Raises ValueError for another, or without the library.
+    """
+    width: int = require_library().jpaged_cpu_panel(instruction_set.encode())
+    if not width:
+        fail("instruction_set", repr(instruction_set), f"one of {', '.join(instruction_sets())}, or '' for the best")
+    return width
 
 
 def instruction_sets() -> tuple[str, ...]:

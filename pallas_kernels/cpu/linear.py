@@ -1,11 +1,12 @@
 """Products with packed weights by the native kernels (`src/linear.h`).
 
-A weight [N, K] is packed as [ceil(N / 32), ceil(K / v), 32, v], where v values fill four bytes (1 float32, 2 bfloat16)
-and zeros fill up rows and columns: each panel of 32 outputs is one stream of memory, read once for all rows of x. A
-gated weight (a gate's N rows, then the N rows it multiplies) has the two panel by panel, a gate and then its factor.
+A weight [N, K] is packed as [ceil(N / P), ceil(K / v), P, v], where v values fill four bytes (1 float32, 2 bfloat16),
+P outputs are what an instruction set computes at once (`panel_width`) and zeros fill up rows and columns: each panel of
+P outputs is one stream of memory, read once for all rows of x. A gated weight (a gate's N rows, then the N rows it
+multiplies) has the two panel by panel, a gate and then its factor.
 
-An int8 weight has v = 4. Each 64 inputs (16 steps) are led by a step of 32 int32, -128 times the sum of each row's
-integers in them, and a step of 32 float32 ends the panel, what each row's integers are multiplied with. Rows of x are
+An int8 weight has v = 4. Each 64 inputs (16 steps) are led by a step of P int32, -128 times the sum of each row's
+integers in them, and a step of P float32 ends the panel, what each row's integers are multiplied with. Rows of x are
 rounded to 8 bits when they are multiplied, each 64 values by the largest of them, and stored with 128 added, since
 processors multiply unsigned with signed bytes.
 """
@@ -13,6 +14,7 @@ processors multiply unsigned with signed bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,47 +22,50 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.checks import fail
-from pallas_kernels.cpu.library import require_library
+from pallas_kernels.cpu.library import panel_width, require_library
 
-PANEL = 32
 GROUP = 16  # steps of an int8 panel
 MOST_PARTS = 3  # arrays that outputs can be in
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
-def pack_weight(weight: jax.Array | np.ndarray, *, gated: bool = False) -> np.ndarray:
-    """[N, K] float32 or bfloat16 ([2 N, K] if gated) -> [panels, steps, 32, v], on the host.
+def pack_weight(weight: jax.Array | np.ndarray, *, gated: bool = False, instruction_set: str = "") -> np.ndarray:
+    """[N, K] float32 or bfloat16 ([2 N, K] if gated) -> [panels, steps, P, v], on the host.
 
-    Raises ValueError for another shape or dtype.
+    `instruction_set`: which kernels are to read it; the best ("") unless told.
+    Raises ValueError for another shape or dtype, an instruction set that is not here, or no native kernels.
     """
-    weight = _check_weight(weight)
-    return _pack_halves(weight, pack_weight) if gated else _pack_panels(weight)
+    weight, panel = _check_weight(weight), panel_width(instruction_set)
+    return _pack_halves(weight, partial(_pack_panels, panel=panel)) if gated else _pack_panels(weight, panel)
 
 
-def quantize_weight(weight: jax.Array | np.ndarray, *, gated: bool = False) -> np.ndarray:
-    """The same as int8 [panels, steps with sums and scales, 32, 4], each row in 127 parts of its largest value.
+def quantize_weight(weight: jax.Array | np.ndarray, *, gated: bool = False, instruction_set: str = "") -> np.ndarray:
+    """The same as int8 [panels, steps with sums and scales, P, 4], each row in 127 parts of its largest value.
 
     Raises ValueError as `pack_weight` does.
     """
-    weight = _check_weight(weight)
-    if gated:
-        return _pack_halves(weight, quantize_weight)
+    weight, panel = _check_weight(weight), panel_width(instruction_set)
+    return _pack_halves(weight, partial(_quantize_panels, panel=panel)) if gated else _quantize_panels(weight, panel)
+
+
+def _quantize_panels(weight: np.ndarray, panel: int) -> np.ndarray:
+    """[N, K] -> int8 [panels, steps with sums and scales, P, 4]."""
     wide = weight.astype(np.float32)
     scales = np.abs(wide).max(axis=1, initial=0) / 127
     rounded = np.rint(wide / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
-    panels = _pack_panels(rounded)  # [panels, steps, 32, 4]
-    units = np.zeros(len(panels) * PANEL, np.float32)
+    panels = _pack_panels(rounded, panel)  # [panels, steps, P, 4]
+    units = np.zeros(len(panels) * panel, np.float32)
     units[: len(scales)] = scales
     parts = []
     for start in range(0, panels.shape[1], GROUP):
         group = panels[:, start : start + GROUP]
         parts += [_as_step(-128 * group.sum(axis=(1, 3), dtype=np.int32)), group]
-    return np.concatenate([*parts, _as_step(units.reshape(-1, PANEL))], axis=1)
+    return np.concatenate([*parts, _as_step(units.reshape(-1, panel))], axis=1)
 
 
 def _as_step(words: np.ndarray) -> np.ndarray:
-    """Four bytes for each row of a panel, [panels, 32], as a step of int8: [panels, 1, 32, 4]."""
-    return np.ascontiguousarray(words).view(np.int8).reshape(-1, 1, PANEL, 4)
+    """Four bytes for each row of a panel, [panels, P], as a step of int8: [panels, 1, P, 4]."""
+    return np.ascontiguousarray(words).view(np.int8).reshape(len(words), 1, -1, 4)
 
 
 def count_steps(features_in: int, dtype: jax.typing.DTypeLike) -> int:
@@ -85,16 +90,16 @@ def _pack_halves(weight: np.ndarray, pack: Callable[[np.ndarray], np.ndarray]) -
     return np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
 
 
-def _pack_panels(weight: np.ndarray) -> np.ndarray:
-    """[N, K] -> [panels, steps, 32, v]."""
+def _pack_panels(weight: np.ndarray, panel: int) -> np.ndarray:
+    """[N, K] -> [panels, steps, P, v]."""
     n, k = weight.shape
     v = 4 // weight.dtype.itemsize
-    panels, steps = -(-n // PANEL), -(-k // v)
-    padded = np.zeros((panels * PANEL, steps * v), weight.dtype)
+    panels, steps = -(-n // panel), -(-k // v)
+    padded = np.zeros((panels * panel, steps * v), weight.dtype)
     padded[:n, :k] = weight
     # Four bytes at a time, whatever they hold: NumPy moves integers fast.
-    words = padded.view(np.uint32).reshape(panels, PANEL, steps)
-    return np.ascontiguousarray(words.swapaxes(1, 2)).view(weight.dtype).reshape(panels, steps, PANEL, v)
+    words = padded.view(np.uint32).reshape(panels, panel, steps)
+    return np.ascontiguousarray(words.swapaxes(1, 2)).view(weight.dtype).reshape(panels, steps, panel, v)
 
 
 def linear(x: jax.Array, weight: jax.Array, features: int, **options: Any) -> jax.Array:
@@ -135,12 +140,12 @@ def split_linear(
         dtype: of the result, x's (by default) or float32.
 
     Raises:
-        ValueError: operands that do not fit, or no native kernels here.
+        ValueError: operands that do not fit, an instruction set that is not here, or no native kernels.
     """
-    require_library()
+    panel = panel_width(instruction_set)
     dtype, features = jnp.dtype(dtype or x.dtype), sum(parts)
     v = 4 // weight.dtype.itemsize
-    panels = -(-features // PANEL) * (2 if gated else 1)
+    panels = -(-features // panel) * (2 if gated else 1)
     if not 1 <= len(parts) <= MOST_PARTS or (len(parts) > 1 and residual is not None):
         fail("parts", parts, f"1 to {MOST_PARTS} numbers, 1 with a residual")
     if x.ndim != 2 or x.dtype.name not in WEIGHT_DTYPES:
@@ -148,7 +153,7 @@ def split_linear(
     if weight.dtype not in (x.dtype, jnp.int8):
         fail("weight", f"{weight.dtype}{weight.shape}", f"{x.dtype} or int8, packed")
     layers = () if layer is None else weight.shape[:1]
-    packed = (*layers, panels, count_steps(x.shape[1], weight.dtype), PANEL, v)
+    packed = (*layers, panels, count_steps(x.shape[1], weight.dtype), panel, v)
     if weight.shape != packed:
         fail("weight", f"{weight.dtype}{weight.shape}", f"{weight.dtype}{packed}, packed for x {x.shape}")
     if dtype not in (x.dtype, jnp.float32):

@@ -71,9 +71,10 @@ std::vector<float> draw(size_t count, uint32_t seed) {
 
 // One caller's data, and each kernel on it.
 struct Caller {
-  static constexpr int64_t rows = 37, n = 150, k = 90, panels = (n + kPanel - 1) / kPanel;
+  static constexpr int64_t rows = 37, n = 150, k = 90;
+  const int64_t panel = JPAGED_ISA::kernels.panel, panels = (n + panel - 1) / panel;
   static constexpr int64_t blocks = 80, heads = 2, block_size = 16, dim = 32, q_heads = 4;
-  std::vector<float> x = draw(rows * k, 1), weight = draw(panels * k * kPanel, 2), norm = draw(k, 3);
+  std::vector<float> x = draw(rows * k, 1), weight = draw(panels * k * panel, 2), norm = draw(k, 3);
   std::vector<float> keys = draw(blocks * heads * block_size * dim, 4), values = draw(keys.size(), 5);
   std::vector<float> q = draw(rows * q_heads * dim, 6), new_keys = draw(rows * heads * dim, 7);
   std::vector<int8_t> bytes;  // an int8 weight
@@ -81,7 +82,7 @@ struct Caller {
 
   Caller() {
     const int64_t steps = (k + 3) / 4, all = steps + (steps + kGroup - 1) / kGroup + 1;
-    bytes.assign(panels * all * kPanel * 4, 1);  // scales and sums are small numbers then
+    bytes.assign(panels * all * panel * 4, 1);  // scales and sums are small numbers then
     for (int32_t i = 0; i < 3 * 45; ++i) tables.push_back(1 + i * 7 % (blocks - 1));
     for (int32_t i = 0; i < rows; ++i) slots.push_back((5 + i) * block_size + i % block_size);
   }

@@ -293,22 +293,20 @@ void attend_few(const Attention& a, const Piece& piece, const Piece* after, cons
 template <int M>
 void multiply_into(int64_t steps, const float* x, int64_t x_stride, const float* panel, const float* factor, float* out,
                    int64_t stride) {
-  for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf acc[M][NV];
-    clear(acc);
-    if (factor) {
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        for (int j = 0; j < NV; ++j) acc[i][j] = load_as<vf>(out + i * stride + c + j * W) * factor[i];
-      }
-    }
-    const char* w = reinterpret_cast<const char*>(panel + c);
-    const char* nothing = w;
-    multiply_tile<StepF32, M>(steps, reinterpret_cast<const char*>(x), x_stride * 4, w, acc, nothing, {0, 0});
+  vf acc[M][NV];
+  clear(acc);
+  if (factor) {
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      for (int j = 0; j < NV; ++j) store(out + i * stride + c + j * W, acc[i][j]);
+      for (int j = 0; j < NV; ++j) acc[i][j] = load_as<vf>(out + i * stride + j * W) * factor[i];
     }
+  }
+  const char* w = reinterpret_cast<const char*>(panel);
+  const char* nothing = w;
+  multiply_tile<StepF32, M>(steps, reinterpret_cast<const char*>(x), x_stride * 4, w, acc, nothing, {0, 0});
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < NV; ++j) store(out + i * stride + j * W, acc[i][j]);
   }
 }
 

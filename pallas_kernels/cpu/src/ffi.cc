@@ -210,11 +210,12 @@ ffi::Error write_kv(ffi::ThreadPool threads, ffi::AnyBuffer k_pages, ffi::AnyBuf
 // ---------------------------------------------------------------- products
 
 // Whether a weight ends in the shape of `parts` packed ones of [n, k] (see kernels.h), after `leading` axes.
-bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t parts, size_t leading) {
+bool is_packed(const ffi::AnyBuffer& weight, Type type, int64_t n, int64_t k, int64_t panel, int64_t parts,
+               size_t leading) {
   const int64_t per_step = type == Type::f32 ? 1 : type == Type::bf16 ? 2 : 4;
   int64_t steps = (k + per_step - 1) / per_step;
   if (type == Type::i8) steps += (steps + kGroup - 1) / kGroup + 1;
-  const int64_t wanted[] = {(n + kPanel - 1) / kPanel * parts, steps, kPanel, per_step};
+  const int64_t wanted[] = {(n + panel - 1) / panel * parts, steps, panel, per_step};
   auto shape = weight.dimensions();
   if (shape.size() != leading + 4) return false;
   return std::equal(shape.begin() + leading, shape.end(), std::begin(wanted), std::end(wanted));
@@ -252,7 +253,7 @@ ffi::Error multiply(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer we
   JPAGED_CHECK(read_type(weight.element_type(), &a.weight_type));
   JPAGED_CHECK(a.weight_type == a.type || a.weight_type == Type::i8);
   const size_t stacked = layer.element_count();  // 1: weight, norm and bias are those of many layers
-  JPAGED_CHECK(stacked <= 1 && is_packed(weight, a.weight_type, a.n, a.k, gated ? 2 : 1, stacked));
+  JPAGED_CHECK(stacked <= 1 && is_packed(weight, a.weight_type, a.n, a.k, (*kernels)->panel, gated ? 2 : 1, stacked));
   const int64_t layers = stacked ? weight.dimensions()[0] : 1;
   const int64_t at = stacked ? *layer.typed_data() : 0;
   JPAGED_CHECK(at >= 0 && at < layers);
@@ -288,7 +289,8 @@ ffi::Error take(ffi::ThreadPool threads, ffi::AnyBuffer weight, ffi::Buffer<ffi:
   a.rows = out->dimensions()[0];
   a.k = out->dimensions()[1];
   a.n = rows;
-  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.weight_type, a.n, a.k, 1, 0) && int64_t(ids.element_count()) == a.rows);
+  JPAGED_CHECK(a.n > 0 && is_packed(weight, a.weight_type, a.n, a.k, (*kernels)->panel, 1, 0));
+  JPAGED_CHECK(int64_t(ids.element_count()) == a.rows);
   a.weight = weight.untyped_data();
   a.ids = ids.typed_data();
   a.out = out->untyped_data();
@@ -427,6 +429,12 @@ extern "C" const char* jpaged_cpu_set(int i) {
     if (set.runs_here() && i-- == 0) return set.kernels.name;
   }
   return nullptr;
+}
+
+// Columns of a packed weight's panel, for an instruction set that this processor has, or the best (""); else 0.
+extern "C" int jpaged_cpu_panel(const char* set) {
+  const jpaged::Kernels* kernels = jpaged::find_kernels(set);
+  return kernels ? int(kernels->panel) : 0;
 }
 
 #pragma GCC visibility pop

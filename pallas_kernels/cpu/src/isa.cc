@@ -28,6 +28,6 @@ namespace {  // what templates of one instruction set instantiate must not be ta
 
 namespace JPAGED_ISA {
 extern const Kernels kernels;
-const Kernels kernels{JPAGED_TEXT(JPAGED_ISA), &linear, &take_rows, &attention, &write};
+const Kernels kernels{JPAGED_TEXT(JPAGED_ISA), kPanel, &linear, &take_rows, &attention, &write};
 }  // namespace JPAGED_ISA
 }  // namespace jpaged

@@ -9,12 +9,11 @@ namespace jpaged {
 
 enum class Type { f32, bf16, f16, i8, fp8 };
 
-// Columns of a packed weight's panel. A weight [N, K] is stored as [ceil(N / 32), ceil(K / v), 32, v] where v values fill
-// four bytes (1 float, 2 bfloat16, 4 int8), rows and columns beyond N and K being zeros: a panel is one stream of
-// memory, and one step of a product takes 128 bytes of it and four bytes of each row of x. In an int8
-// panel each kGroup steps are led by one of 32 int32, -128 times the sum of the integers of each row in them, and the last
-// step is followed by one of 32 f32, what a row's integers are multiplied with.
-constexpr int64_t kPanel = 32;
+// A weight [N, K] is packed as [ceil(N / P), ceil(K / v), P, v] where v values fill four bytes (1 float, 2 bfloat16,
+// 4 int8) and P, the columns of a panel, are those that the instruction set computes at once; rows and columns beyond N
+// and K are zeros. So a panel is one stream of memory, and one step of a product takes 4 P bytes of it and four bytes of
+// each row of x. In an int8 panel each kGroup steps are led by one of P int32, -128 times the sum of the integers of each
+// row in them, and the last step is followed by one of P f32, what a row's integers are multiplied with.
 constexpr int64_t kGroup = 16;  // steps
 
 constexpr int64_t kMostParts = 3;  // of a product's outputs
@@ -93,6 +92,7 @@ struct Write {
 
 struct Kernels {
   const char* name;
+  int64_t panel;  // columns of a packed weight's panel
   void (*linear)(const Linear&, const Pool&);
   void (*take_rows)(const TakeRows&, const Pool&);
   void (*attention)(const Attention&, const Pool&);

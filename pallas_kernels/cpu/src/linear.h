@@ -1,10 +1,9 @@
 // Products with packed weights. Every sum runs over k in order in one accumulator, whatever else is in the batch: a
 // row's result does not depend on its neighbours.
 
-constexpr int NV = 2;                   // vectors of columns of a tile
-constexpr int COLUMNS = NV * W;         // of a tile
-constexpr int64_t STEP = 4 * kPanel;    // bytes of weights of one step
-constexpr int64_t PASSES = kPanel / COLUMNS;  // of a tile over a panel
+constexpr int NV = 2;                 // vectors of columns of a tile
+constexpr int64_t kPanel = NV * W;    // columns of a panel
+constexpr int64_t STEP = 4 * kPanel;  // bytes of weights of one step
 constexpr int REGISTERS = W == 16 ? 32 : 16;
 constexpr int SHORT = W == 16 ? 4 : 8;  // steps without a branch, where a step is short
 
@@ -93,9 +92,9 @@ struct Fetching {
 
 constexpr int64_t LINE = 64;
 template <class Step>
-constexpr int64_t kFetched = Step::BLOCK * STEP / PASSES;  // bytes a block of steps, by one tile
+constexpr int64_t kFetched = Step::BLOCK * STEP;  // bytes a block of steps
 
-// Such that all passes of `tiles` tiles over one panel together fetch another one.
+// Such that all tiles over one panel together fetch another one.
 template <class Step>
 inline Fetching share_fetching(int64_t tiles) {
   const int64_t lines = (kFetched<Step> + tiles * LINE - 1) / (tiles * LINE);
@@ -120,7 +119,7 @@ inline __attribute__((always_inline)) void add_step(const char* x, int64_t strid
   for (int i = 0; i < M; ++i) Step::add(x + i * stride, b, acc[i]);
 }
 
-// acc [M][NV] += M rows of x (stride bytes apart) times one tile of a panel, over `steps`. Meanwhile fetches memory at
+// acc [M][NV] += M rows of x (stride bytes apart) times a panel, over `steps`. Meanwhile fetches memory at
 // `ahead`, which is moved on.
 template <class Step, int M>
 inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const char* w,
@@ -140,13 +139,11 @@ inline void multiply_tile(int64_t steps, const char* x, int64_t stride, const ch
 template <class Step, int M>
 void multiply_rows(int64_t steps, const char* x, int64_t stride, const float*, const char* panel, float* out,
                    const char* ahead, Fetching fetching) {
-  for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf acc[M][NV];
-    clear(acc);
-    multiply_tile<Step, M>(steps, x, stride, panel + 4 * c, acc, ahead, fetching);
-    for (int i = 0; i < M; ++i) {
-      for (int j = 0; j < NV; ++j) store(out + i * kPanel + c + j * W, acc[i][j]);
-    }
+  vf acc[M][NV];
+  clear(acc);
+  multiply_tile<Step, M>(steps, x, stride, panel, acc, ahead, fetching);
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < NV; ++j) store(out + i * kPanel + j * W, acc[i][j]);
   }
 }
 
@@ -158,28 +155,24 @@ void multiply_int8_rows(int64_t steps, const char* x, int64_t stride, const floa
                         const char* ahead, Fetching fetching) {
   const int64_t groups = count_groups(steps);
   const char* units = panel + (groups + steps) * STEP;
-  for (int64_t c = 0; c < kPanel; c += COLUMNS) {
-    vf total[M][NV];
-    clear(total);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t first = g * kGroup, count = std::min(kGroup, steps - first);
-      const char* at = panel + g * (kGroup + 1) * STEP + 4 * c;
-      vi acc[M][NV];
+  vf total[M][NV];
+  clear(total);
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t first = g * kGroup, count = std::min(kGroup, steps - first);
+    const char* at = panel + g * (kGroup + 1) * STEP;
+    vi acc[M][NV];
 #pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
-      multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead, fetching);
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        const vf scale = splat(scales[i * groups + g]);
-        for (int j = 0; j < NV; ++j) total[i][j] += __builtin_convertvector(acc[i][j], vf) * scale;
-      }
-    }
+    for (int i = 0; i < M; ++i) StepI8::load(at, acc[i]);
+    multiply_tile<StepI8, M>(count, x + StepI8::X * first, stride, at + STEP, acc, ahead, fetching);
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      for (int j = 0; j < NV; ++j) {
-        store(out + i * kPanel + c + j * W, total[i][j] * load_as<vf>(units + 4 * (c + j * W)));
-      }
+      const vf scale = splat(scales[i * groups + g]);
+      for (int j = 0; j < NV; ++j) total[i][j] += __builtin_convertvector(acc[i][j], vf) * scale;
     }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < NV; ++j) store(out + i * kPanel + j * W, total[i][j] * load_as<vf>(units + 4 * j * W));
   }
 }
 
@@ -281,20 +274,21 @@ void finish_rows(const Linear& a, int64_t row, int64_t rows, int64_t column, flo
         store(line + c, silu(load_as<vf>(line + c)) * load_as<vf>(ups + i * kPanel + c));
       }
     }
+    if (a.residual) {  // added to what would be stored without it, so that it makes no difference who adds it
+      if constexpr (!std::is_same_v<Y, F32>) {
+        typename Y::T rounded[kPanel];
+        store_as<Y>(rounded, line, n);
+        load_floats<Y>(line, rounded, n);
+      }
+      alignas(64) float other[kPanel] = {};
+      load_floats<Y>(other, static_cast<const typename Y::T*>(a.residual) + (row + i) * a.n + column, n);
+      add_panel(line, other);
+    }
     for (int64_t p = 0, first = 0; p < a.parts; first += a.widths[p++]) {
       const int64_t begin = std::max(column, first), end = std::min(column + n, first + a.widths[p]);
       if (begin >= end) continue;
       auto* y = static_cast<typename Y::T*>(a.y[p]) + (row + i) * a.widths[p] + begin - first;
       store_as<Y>(y, line + begin - column, end - begin);
-    }
-    if (a.residual) {  // added to what is stored, so that it makes no difference who adds it
-      const int64_t at = (row + i) * a.n + column;
-      auto* y = static_cast<typename Y::T*>(a.y[0]) + at;
-      alignas(64) float other[kPanel] = {};
-      load_floats<Y>(line, y, n);
-      load_floats<Y>(other, static_cast<const typename Y::T*>(a.residual) + at, n);
-      add_panel(line, other);
-      store_as<Y>(y, line, n);
     }
   }
 }
