@@ -321,9 +321,9 @@ MultiplyInto pick_into(int rows, std::integer_sequence<int, M...>) {
 template <class S>
 void attend_many(const Attention& a, const Piece& piece, const Sizes& size, const float* q, const Partial& partial) {
   const int64_t rows = piece.rows(size.group);
-  const int64_t key_panels = TILE / kPanel, value_panels = size.width / kPanel;
+  const int64_t value_panels = size.width / kPanel;
   std::unique_ptr<float[]> memory(new float[2 * TILE * size.width + rows * TILE]);
-  float* keys = memory.get();                 // [key_panels][D][kPanel]
+  float* keys = memory.get();                 // [TILE / kPanel][D][kPanel]
   float* values = keys + TILE * size.width;   // [value_panels][TILE][kPanel]
   float* scores = values + TILE * size.width;  // [rows][TILE]
   std::unique_ptr<float[]> line(new float[size.width]());
@@ -357,7 +357,9 @@ void attend_many(const Attention& a, const Piece& piece, const Sizes& size, cons
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t m = (stop - r + tiles - t - 1) / (tiles - t);
       const MultiplyInto multiply = pick_into(int(m), std::make_integer_sequence<int, StepF32::MOST>());
-      for (int64_t p = 0; p < key_panels && p * kPanel < count; ++p) {
+      // Keys that none of these rows sees are left out; `update_softmax` gives those of the last panel weight 0.
+      const int64_t seen = std::min(count, piece.position + (r + m - 1) / size.group + 1 - at);
+      for (int64_t p = 0; p * kPanel < seen; ++p) {
         multiply(size.dim, q + r * size.width, size.width, keys + p * size.dim * kPanel, nullptr,
                  scores + r * TILE + p * kPanel, TILE);
       }
@@ -374,7 +376,7 @@ void attend_many(const Attention& a, const Piece& piece, const Sizes& size, cons
         }
       }
       for (int64_t p = 0; p < value_panels; ++p) {
-        multiply(count, scores + r * TILE, TILE, values + p * TILE * kPanel, factor.get() + r,
+        multiply(seen, scores + r * TILE, TILE, values + p * TILE * kPanel, factor.get() + r,
                  partial.acc + r * size.width + p * kPanel, size.width);
       }
       r += m;
