@@ -43,25 +43,53 @@ check_ahead() {
     heading "compiled for $1"
     .venv-compilers/bin/python scripts/aot_check.py "$1" --smoke "${@:2}"
 }
+check_all_ahead() {
+    check_ahead v5e
+    check_ahead h200
+    check_ahead h200 --triton
+}
 
-# The compilers take one core for minutes, so they work beside what follows; what they say is shown when that is done.
-if $whole; then
-    said=$(mktemp) compilers=true
-    # They need no kernels for this machine, so no compiler is offered to the installation.
-    CC=none CXX=none make_env .venv-compilers '.[tpu,cuda-compiler]' "$python" || compilers=false
-    set -m # in a group of processes of its own, which can be ended as one
-    {
-        if $compilers; then
-            check_ahead v5e
-            check_ahead h200
-            check_ahead h200 --triton
-        else
-            heading "compiled for a TPU and a GPU: left out, for the compilers could not be installed"
-        fi
-    } >"$said" 2>&1 &
-    ahead=$!
+# Two things are done beside what follows, each in a group of processes of its own, which can be ended as one. What
+# they say is shown when they are done.
+groups=() logs=()
+stop_groups() {
+    local each
+    for each in ${groups[@]+"${groups[@]}"}; do kill -- "-$each" 2>/dev/null || true; done
+    rm -f ${logs[@]+"${logs[@]}"}
+}
+trap stop_groups EXIT
+# beside COMMAND...: starts it so.
+beside() {
+    local log
+    log=$(mktemp)
+    logs+=("$log")
+    set -m
+    "$@" >"$log" 2>&1 &
     set +m
-    trap 'kill -- "-$ahead" 2>/dev/null || true; rm -f "$said"' EXIT
+    groups+=($!)
+}
+# finish I: waits for the I-th and shows what it said; its status is the script's if it failed.
+finish() {
+    local status=0
+    wait "${groups[$1]}" || status=$?
+    cat "${logs[$1]}"
+    if ((status)); then exit "$status"; fi
+}
+
+newer="" left_out="no Python 3.12 or newer was found"
+if $whole; then
+    # The compilers for machines that are not here take one core for minutes. They need no kernels for this machine, so
+    # no compiler is offered to the installation.
+    if CC=none CXX=none make_env .venv-compilers '.[tpu,cuda-compiler]' "$python"; then
+        beside check_all_ahead
+    else
+        beside heading "compiled for a TPU and a GPU: left out, for the compilers could not be installed"
+    fi
+    if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+        left_out=".venv has it already"
+    elif newer=$(find_python 12 python3.14 python3.13 python3.12 ~/.pyenv/versions/3.1[2-9].*/bin/python); then
+        beside make_env .venv-new '.[test]' "$newer"
+    fi
 fi
 
 heading "style"
@@ -77,23 +105,16 @@ fi
 
 # The other environments go first, so that the last line printed is the summary of the whole suite.
 if $whole; then
-    if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
-        heading "smoke tests on the newest JAX: left out, .venv has it already"
-    elif newer=$(find_python 12 python3.14 python3.13 python3.12 \
-        ~/.pyenv/versions/3.1[2-9].*/bin/python); then
-        make_env .venv-new '.[test]' "$newer"
+    if [[ $newer ]]; then
+        finish 1
         heading "smoke tests on the newest JAX: $(describe .venv-new/bin/python)"
         .venv-new/bin/python -m pytest "${workers[@]}" -m smoke
     else
-        heading "smoke tests on the newest JAX: left out, no Python 3.12 or newer was found"
+        heading "smoke tests on the newest JAX: left out, $left_out"
     fi
-    checked=0
-    wait "$ahead" || checked=$?
-    cat "$said"
-    if ((checked)); then exit "$checked"; fi
-    trap - EXIT
-    rm -f "$said"
+    finish 0
 fi
+stop_groups
 
 heading "tests: $(describe .venv/bin/python)"
 exec .venv/bin/python -m pytest "${workers[@]}" ${arguments[@]+"${arguments[@]}"}
