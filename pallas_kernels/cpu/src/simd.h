@@ -1,7 +1,9 @@
 // Vectors of floats of the width this file is compiled for, on compiler vector extensions: the same source becomes
 // AVX-512, AVX2, SSE or NEON code. Included inside the namespace of one instruction set (see isa.cc).
 
-#if defined(__AVX512F__)
+#if defined(JPAGED_LANES)  // by tests: the geometry of a set that this processor may lack
+constexpr int W = JPAGED_LANES;
+#elif defined(__AVX512F__)
 constexpr int W = 16;  // lanes of a vector
 #elif defined(__AVX2__)
 constexpr int W = 8;
