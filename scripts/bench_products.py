@@ -79,21 +79,28 @@ def prepare(shape: Shape, dtype: str, weights: jax.Array, rows: int) -> Callable
     return lambda: run(x, weights)
 
 
-def measure(shapes: Sequence[Shape], dtype: str, layers: int, rows: int, repeats: int) -> dict[str, Any]:
-    """One row of the table: all shapes together, each timed by itself."""
-    seconds, size = 0.0, 0
+def measure(
+    shapes: Sequence[Shape], dtype: str, layers: int, rows: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """The table's rows of one dtype: all shapes together, each timed by itself."""
+    seconds, size = dict.fromkeys(rows, 0.0), 0
     for shape in shapes:
         weights = make_weights(shape, dtype, layers)
-        seconds += take_turns({"it": prepare(shape, dtype, weights, rows)}, repeats)["it"]
         size += weights.nbytes
-    flops = 2 * rows * layers * sum(shape.outputs * shape.inputs for shape in shapes)
-    return {
-        "weights": dtype,
-        "rows": rows,
-        "ms": round(1e3 * seconds, 1),
-        "GFLOP/s": round(1e-9 * flops / seconds, 1),
-        "GB/s": round(1e-9 * size / seconds, 1),
-    }
+        times = take_turns({str(n): prepare(shape, dtype, weights, n) for n in rows}, repeats)
+        for n in rows:
+            seconds[n] += times[str(n)]
+    per_row = 2 * layers * sum(shape.outputs * shape.inputs for shape in shapes)  # operations
+    return [
+        {
+            "weights": dtype,
+            "rows": n,
+            "ms": round(1e3 * seconds[n], 1),
+            "GFLOP/s": round(1e-9 * n * per_row / seconds[n], 1),
+            "GB/s": round(1e-9 * size / seconds[n], 1),
+        }
+        for n in rows
+    ]
 
 
 def main() -> None:
@@ -105,7 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30, help="weights of each shape (default: 30)")
     parser.add_argument("--repeats", type=int, default=9, help="turns of one call each (default: 9)")
     args = parser.parse_args()
-    table = [measure(args.shapes, dtype, args.layers, rows, args.repeats) for dtype in args.dtype for rows in args.rows]
+    table = [row for dtype in args.dtype for row in measure(args.shapes, dtype, args.layers, args.rows, args.repeats)]
     print_table(list(table[0]), [list(row.values()) for row in table])
     save_json(args.json, table)
 

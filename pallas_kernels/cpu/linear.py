@@ -35,8 +35,7 @@ def pack_weight(weight: jax.Array | np.ndarray, *, gated: bool = False, instruct
     `instruction_set`: which kernels are to read it; the best ("") unless told.
     Raises ValueError for another shape or dtype, an instruction set that is not here, or no native kernels.
     """
-    weight, panel = _check_weight(weight), panel_width(instruction_set)
-    return _pack_halves(weight, partial(_pack_panels, panel=panel)) if gated else _pack_panels(weight, panel)
+    return _pack(_check_weight(weight), partial(_pack_panels, panel=panel_width(instruction_set)), gated)
 
 
 def quantize_weight(weight: jax.Array | np.ndarray, *, gated: bool = False, instruction_set: str = "") -> np.ndarray:
@@ -44,8 +43,7 @@ def quantize_weight(weight: jax.Array | np.ndarray, *, gated: bool = False, inst
 
     Raises ValueError as `pack_weight` does.
     """
-    weight, panel = _check_weight(weight), panel_width(instruction_set)
-    return _pack_halves(weight, partial(_quantize_panels, panel=panel)) if gated else _quantize_panels(weight, panel)
+    return _pack(_check_weight(weight), partial(_quantize_panels, panel=panel_width(instruction_set)), gated)
 
 
 def _quantize_panels(weight: np.ndarray, panel: int) -> np.ndarray:
@@ -82,8 +80,10 @@ def _check_weight(weight: jax.Array | np.ndarray) -> np.ndarray:
     return weight
 
 
-def _pack_halves(weight: np.ndarray, pack: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """The two halves of a gated weight, packed, panel by panel."""
+def _pack(weight: np.ndarray, pack: Callable[[np.ndarray], np.ndarray], gated: bool) -> np.ndarray:
+    """The panels of a weight; of a gated one those of its two halves in turns."""
+    if not gated:
+        return pack(weight)
     if weight.shape[0] % 2:
         fail("weight", f"{weight.shape[0]} rows", "an even number: gates, then what they multiply")
     halves = [pack(half) for half in np.split(weight, 2)]
